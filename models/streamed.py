@@ -1,0 +1,86 @@
+"""What the runtime needs to know of a model: stages of parameters and pure functions over them.
+
+A decoder is an embedding stage, a list of layer stages and a head stage. The runtime packs,
+streams and updates the parameters of each stage; it calls the functions below inside its own
+traces, per device, on that device's rows. Letters: B rows, T tokens, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+Params = Any
+"""Pytree of arrays of one stage, in the compute dtype inside the runtime's traces."""
+
+Batch = Mapping[str, jax.Array]
+"""Arrays of the rows at hand, each with leading dimension B:
+
+- `input_ids` int32 [B, T];
+- `targets` int32 [B, T]: the token that position t must predict, or -100 where nothing is
+  supervised (already shifted: the model does not shift);
+- `positions` int32 [B, T]: RoPE positions, restarting with each packed document;
+- `segment_ids` int32 [B, T]: 0 is padding, documents of a row are 1, 2, ...; attention stays inside
+  a segment. Absent when every row is one document without padding on its left;
+- `document_starts` int32 [B, M + 1] and `document_lengths` int32 [B, M]: the same segments as
+  offsets within the row, beside `segment_ids` only (what cuDNN's packed kernel wants).
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """Parameters that travel together.
+
+    Attributes:
+      name: prefix of the stage's parameter names, `""` for none (`model.layers.3`).
+      shapes: pytree of `jax.ShapeDtypeStruct`; the dtypes are ignored (masters are float32).
+    """
+
+    name: str
+    shapes: Any
+
+    def parameter_names(self) -> list[str]:
+        """Full names, `name` joined with the tree path by dots, in the order of the tree's leaves."""
+        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(self.shapes)[0]]
+        inner = [jax.tree_util.keystr(path, simple=True, separator=".") for path in paths]
+        return [f"{self.name}.{leaf}" if self.name else leaf for leaf in inner]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamedModel:
+    """A decoder as the runtime sees it.
+
+    Attributes:
+      embed: parameters of the token embedding.
+      layers: parameters of each layer, bottom first.
+      head: parameters of the final norm and, untied, the output projection.
+      embed_fn: (embed params, batch) -> x [B, T, D].
+      layer_fns: one function per layer, (layer params, x, batch) -> x. Layers of equal structure
+        must share one function object: it is the key under which a chunk is compiled.
+      head_loss_fn: (head params, embed params or None, x, batch) -> float32 scalar, the *sum* of the
+        losses of the supervised tokens. Embed params are given when `tied` is true.
+      head_logits_fn: (head params, embed params or None, x) -> float32 logits [B, T, V].
+      tied: the head also reads the embedding's parameters.
+      vocab_size: number of token ids that the embedding accepts.
+      initial_value: (full parameter name, shape, seed) -> float32 array, for training from scratch;
+        depends on nothing else, so chunking and device count do not change it.
+    """
+
+    embed: Stage
+    layers: tuple[Stage, ...]
+    head: Stage
+    embed_fn: Callable[[Params, Batch], jax.Array]
+    layer_fns: tuple[Callable[[Params, jax.Array, Batch], jax.Array], ...]
+    head_loss_fn: Callable[[Params, Params | None, jax.Array, Batch], jax.Array]
+    head_logits_fn: Callable[[Params, Params | None, jax.Array], jax.Array]
+    tied: bool
+    vocab_size: int
+    initial_value: Callable[[str, tuple[int, ...], int], np.ndarray]
+
+    def stages(self) -> tuple[Stage, ...]:
+        """All stages in forward order."""
+        return (self.embed, *self.layers, self.head)
