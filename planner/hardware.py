@@ -1,0 +1,318 @@
+"""One host with GPUs as the planner sees it: rates and sizes, measured or taken from data sheets.
+
+Rates are what programs reach, not what data sheets promise; only `peak_flops_per_s`, the
+denominator of MFU, is the promised one. A profile describes one host and all the GPUs that the job
+uses on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+GIB = 2**30
+MIB = 2**20
+
+ComputeDtype = Literal["bfloat16", "float32"]
+COMPUTE_DTYPES: tuple[ComputeDtype, ...] = ("bfloat16", "float32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkRate:
+    """Copy rate between host memory and one GPU by size of the copy.
+
+    Small copies are slower: the rate alone would hide it, so seconds are interpolated linearly in
+    bytes between the measured sizes (latency plus bandwidth piece by piece), below the smallest
+    along the first piece, above the largest at its rate.
+
+    Attributes:
+      points: (bytes of one copy, bytes per second), sizes ascending, at least one.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        """Checks that more bytes never take less time."""
+        if not self.points or any(size <= 0 or rate <= 0 for size, rate in self.points):
+            raise ValueError(
+                f"a link rate needs (bytes, bytes per second) pairs above 0, got {self.points}."
+            )
+        sizes = [size for size, _ in self.points]
+        seconds = [size / rate for size, rate in self.points]
+        if sizes != sorted(set(sizes)) or seconds != sorted(seconds):
+            raise ValueError(
+                f"sizes and copy times of a link rate must grow from point to point, got "
+                f"{self.points}; measure again, or drop the outlier."
+            )
+
+    def seconds(self, num_bytes: float) -> float:
+        """Time of one copy of `num_bytes` while nothing else uses the link."""
+        if num_bytes <= 0:
+            return 0.0
+        last_size, last_rate = self.points[-1]
+        if num_bytes >= last_size:
+            return num_bytes / last_rate
+        if len(self.points) == 1:
+            return num_bytes / last_rate
+        upper = next(i for i, (size, _) in enumerate(self.points) if size >= num_bytes)
+        upper = max(upper, 1)
+        (size_a, rate_a), (size_b, rate_b) = self.points[upper - 1 : upper + 1]
+        time_a, time_b = size_a / rate_a, size_b / rate_b
+        slope = (time_b - time_a) / (size_b - size_a)
+        return max(time_a + slope * (num_bytes - size_a), num_bytes / last_rate)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HardwareProfile:
+    """One host and `num_devices` equal GPUs.
+
+    Attributes:
+      name: for reports.
+      provenance: how the figures were obtained, one line, printed with every plan.
+      num_devices: GPUs that the job uses, G.
+      device_memory_bytes: memory of one GPU.
+      device_reserve_bytes: what one GPU holds before the first array: context, kernels,
+        communication buffers, library workspaces.
+      peak_flops_per_s: dense bf16 peak of one GPU, the denominator of MFU.
+      bf16_matmul_flops_per_s: reached by large bf16 matrix products on one GPU.
+      fp32_matmul_flops_per_s: reached by large fp32 matrix products on one GPU.
+      attention_flops_per_s: reached by the fused attention kernel, forward and backward together,
+        counting only pairs that attend.
+      device_memory_bytes_per_s: reached by element-wise programs on one GPU.
+      h2d: host to one GPU.
+      d2h: one GPU to host.
+      duplex_bytes_per_s: both directions of one GPU's link together.
+      gather_bytes_per_s: bytes that an all-gather or reduce-scatter brings into each GPU per
+        second; unused when `num_devices` is 1.
+      num_host_cores: cores of the host that the job may use.
+      host_memory_bytes: host memory that the job may use.
+      host_reserve_bytes: host memory of the process beside the training state: interpreter,
+        libraries, CUDA's host side, compiled programs, batches.
+      host_memory_bytes_per_s: reached by in-place updates from all cores (triad), shared by the
+        host update and all links.
+      host_update_params_per_s: parameters per second of the AdamW host update with nothing beside.
+      pinned_pool_limit_bytes: cap of the pool of page-locked memory unless raised before start.
+      unified_memory: the compute devices live in host memory (the CPU backend).
+    """
+
+    name: str
+    provenance: str
+    num_devices: int
+    device_memory_bytes: float
+    device_reserve_bytes: float
+    peak_flops_per_s: float
+    bf16_matmul_flops_per_s: float
+    fp32_matmul_flops_per_s: float
+    attention_flops_per_s: float
+    device_memory_bytes_per_s: float
+    h2d: LinkRate
+    d2h: LinkRate
+    duplex_bytes_per_s: float
+    gather_bytes_per_s: float
+    num_host_cores: int
+    host_memory_bytes: float
+    host_reserve_bytes: float
+    host_memory_bytes_per_s: float
+    host_update_params_per_s: float
+    pinned_pool_limit_bytes: float = 64 * GIB
+    unified_memory: bool = False
+
+    def __post_init__(self) -> None:
+        """Rejects numbers that would divide by zero later."""
+        for name in _POSITIVE_FIELDS:
+            if not getattr(self, name) > 0:
+                raise ValueError(
+                    f"hardware profile {self.name!r}: {name} is {getattr(self, name)}; it must be "
+                    "positive."
+                )
+
+    def matmul_flops_per_s(self, dtype: ComputeDtype) -> float:
+        """Rate of large matrix products in `dtype` on one GPU."""
+        return self.bf16_matmul_flops_per_s if dtype == "bfloat16" else self.fp32_matmul_flops_per_s
+
+    def with_devices(self, num_devices: int) -> HardwareProfile:
+        """The same kind of host grown or shrunk to `num_devices` GPUs.
+
+        Cores, host memory and its bandwidth, and the host update grow with the GPUs, as on rented
+        machines, whose host share is sold per GPU. Set them with `dataclasses.replace` where the
+        host is known.
+
+        Raises:
+          ValueError: `num_devices` is below 1.
+        """
+        if num_devices < 1:
+            raise ValueError(f"num_devices is {num_devices}; a job needs at least one.")
+        share = num_devices / self.num_devices
+        return replace(
+            self,
+            num_devices=num_devices,
+            num_host_cores=max(1, int(self.num_host_cores * share)),
+            host_memory_bytes=self.host_memory_bytes * share,
+            host_memory_bytes_per_s=self.host_memory_bytes_per_s * share,
+            host_update_params_per_s=self.host_update_params_per_s * share,
+        )
+
+
+_POSITIVE_FIELDS = (
+    "num_devices",
+    "device_memory_bytes",
+    "peak_flops_per_s",
+    "bf16_matmul_flops_per_s",
+    "fp32_matmul_flops_per_s",
+    "attention_flops_per_s",
+    "device_memory_bytes_per_s",
+    "duplex_bytes_per_s",
+    "gather_bytes_per_s",
+    "num_host_cores",
+    "host_memory_bytes",
+    "host_memory_bytes_per_s",
+    "host_update_params_per_s",
+    "pinned_pool_limit_bytes",
+)
+
+
+def _link(bytes_per_s: float) -> LinkRate:
+    """A link of another speed, with the 0.2 ms of latency per copy that H200's figures show."""
+    sizes = (4 * MIB, 64 * MIB, 4 * GIB)
+    return LinkRate(points=tuple((size, size / (2e-4 + size / bytes_per_s)) for size in sizes))
+
+
+# pinned_host <-> device, jax.device_put: 15 GiB/s at 4 MB, 41 at 64 MB, 47-50 at 256 MB and above.
+_H200_LINK = LinkRate(
+    points=((4 * MIB, 15 * GIB), (64 * MIB, 41 * GIB), (256 * MIB, 48.5 * GIB)),
+)
+
+_H200 = HardwareProfile(
+    name="h200",
+    provenance="measured on 1 and 2 H200 SXM with PCIe 5 x16 and 16 vCPU, 128 GiB per GPU",
+    num_devices=1,
+    device_memory_bytes=139 * GIB,
+    device_reserve_bytes=1.5 * GIB,
+    # Data sheet of H100/H200 SXM: 989 TFLOP/s dense bf16, 67 TFLOP/s fp32 outside tensor cores.
+    peak_flops_per_s=989e12,
+    # This and the next two are fitted together to the resident step times of Qwen3-8B and -4B
+    # layers at 8k..32k tokens (with which they agree within 10 %). Constant inputs draw less power
+    # than real ones, so real runs may be a few per cent slower.
+    bf16_matmul_flops_per_s=740e12,
+    fp32_matmul_flops_per_s=50e12,
+    # 400 TFLOP/s alone: 4.8 ms forward + backward for 4 rows of 4096, 32 heads of 128.
+    attention_flops_per_s=450e12,
+    device_memory_bytes_per_s=4.0e12,  # data sheet 4.8 TB/s
+    h2d=_H200_LINK,
+    d2h=_H200_LINK,
+    duplex_bytes_per_s=80e9,  # both directions at once
+    gather_bytes_per_s=202 * GIB,  # all-gather of 1 GiB on two GPUs: 2.5 ms for 0.5 GiB inbound
+    num_host_cores=16,
+    host_memory_bytes=128 * GIB,
+    host_reserve_bytes=6 * GIB,
+    host_memory_bytes_per_s=108e9,  # in-place triad 106-110 GB/s
+    # 12-byte state, 12-14 CPU devices of 16 cores: 2.8-3.0e9 on one machine of the kind, 3.4e9 on
+    # another.
+    host_update_params_per_s=2.9e9,
+)
+
+# The profiles below are not measured: rates follow the data sheet's peak in the proportion that was
+# measured on H200 (matrix products 0.75, attention 0.45, memory 0.83 of peak; link 0.82 of its raw
+# rate), host shares are those of common machines with the card.
+_DERIVED = "derived from data sheets with the efficiencies measured on H200; not measured"
+
+_H100 = replace(
+    _H200,
+    name="h100",
+    provenance=_DERIVED,
+    # H100 SXM: the compute of H200, 80 GB at 3.35 TB/s, PCIe 5 x16; 26 vCPU and 225 GiB per GPU is
+    # a common rented share.
+    device_memory_bytes=79 * GIB,
+    device_memory_bytes_per_s=2.8e12,
+    num_host_cores=26,
+    host_memory_bytes=225 * GIB,
+)
+
+_A100_80G = replace(
+    _H200,
+    name="a100-80g",
+    provenance=_DERIVED,
+    # A100 SXM 80 GB: 312 TFLOP/s dense bf16, 19.5 fp32, 2.04 TB/s, PCIe 4 x16 (31.5 GB/s raw),
+    # NVLink 3 with 600 GB/s in both directions against H200's 900; 8-GPU hosts with two 64-core
+    # EPYC 7003 (16 DDR4-3200 channels, 410 GB/s raw) and 1-2 TB.
+    device_memory_bytes=79 * GIB,
+    peak_flops_per_s=312e12,
+    bf16_matmul_flops_per_s=234e12,
+    fp32_matmul_flops_per_s=14.5e12,
+    attention_flops_per_s=142e12,
+    device_memory_bytes_per_s=1.7e12,
+    h2d=_link(25e9),
+    d2h=_link(25e9),
+    duplex_bytes_per_s=40e9,
+    gather_bytes_per_s=202 * GIB * 600 / 900,
+    num_host_cores=16,
+    host_memory_bytes=128 * GIB,
+    host_memory_bytes_per_s=38e9,
+    host_update_params_per_s=1.2e9,
+)
+
+_RTX4090 = replace(
+    _H200,
+    name="rtx4090",
+    provenance=_DERIVED,
+    # RTX 4090: 165 TFLOP/s dense bf16 with fp32 accumulation, 82.6 fp32, 1.01 TB/s, 24 GB, PCIe 4
+    # x16, no peer access: collectives bounce through host memory, up and down at half the link.
+    # Desktop host: two channels of DDR5-5600 (90 GB/s raw), 16 cores, 128 GB.
+    device_memory_bytes=23.5 * GIB,
+    device_reserve_bytes=1.0 * GIB,
+    peak_flops_per_s=165e12,
+    bf16_matmul_flops_per_s=124e12,
+    fp32_matmul_flops_per_s=60e12,
+    attention_flops_per_s=75e12,
+    device_memory_bytes_per_s=0.84e12,
+    h2d=_link(25e9),
+    d2h=_link(25e9),
+    duplex_bytes_per_s=40e9,
+    gather_bytes_per_s=12e9,
+    num_host_cores=16,
+    host_memory_bytes=120 * GIB,
+    host_memory_bytes_per_s=65e9,
+    host_update_params_per_s=1.9e9,
+)
+
+_CPU = replace(
+    _H200,
+    name="cpu",
+    provenance="a small laptop or CI machine, orders of magnitude only; not measured",
+    # Two cores with AVX2 at 3 GHz: 2 x 96 GFLOP/s of fp32 at the very best; one memory channel.
+    # Copies and collectives of the CPU backend are memcpy; everything shares one memory.
+    device_memory_bytes=8 * GIB,
+    device_reserve_bytes=0.0,
+    peak_flops_per_s=192e9,
+    bf16_matmul_flops_per_s=30e9,
+    fp32_matmul_flops_per_s=60e9,
+    attention_flops_per_s=15e9,
+    device_memory_bytes_per_s=8e9,
+    h2d=LinkRate(points=((4 * MIB, 4e9),)),
+    d2h=LinkRate(points=((4 * MIB, 4e9),)),
+    duplex_bytes_per_s=4e9,
+    gather_bytes_per_s=2e9,
+    num_host_cores=2,
+    host_memory_bytes=8 * GIB,
+    host_reserve_bytes=1 * GIB,
+    host_memory_bytes_per_s=10e9,
+    host_update_params_per_s=0.2e9,
+    unified_memory=True,
+)
+
+PRESETS: Mapping[str, HardwareProfile] = {
+    profile.name: profile for profile in (_H200, _H100, _A100_80G, _RTX4090, _CPU)
+}
+"""Hosts with one GPU and its usual share of the host; grow them with `with_devices`."""
+
+
+def named_hardware(name: str, *, num_devices: int = 1) -> HardwareProfile:
+    """A preset grown to `num_devices` GPUs.
+
+    Raises:
+      ValueError: the name is unknown; the message lists the known ones.
+    """
+    if name not in PRESETS:
+        raise ValueError(f"No hardware preset is named {name!r}; known: {', '.join(PRESETS)}.")
+    return PRESETS[name].with_devices(num_devices)
