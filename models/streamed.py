@@ -44,7 +44,7 @@ class Stage:
     shapes: Any
 
     def parameter_names(self) -> list[str]:
-        """Full names, `name` joined with the tree path by dots, in the order of the tree's leaves."""
+        """Full names: `name` and the tree path, joined by dots, in the order of the leaves."""
         paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(self.shapes)[0]]
         inner = [jax.tree_util.keystr(path, simple=True, separator=".") for path in paths]
         return [f"{self.name}.{leaf}" if self.name else leaf for leaf in inner]
@@ -61,8 +61,8 @@ class StreamedModel:
       embed_fn: (embed params, batch) -> x [B, T, D].
       layer_fns: one function per layer, (layer params, x, batch) -> x. Layers of equal structure
         must share one function object: it is the key under which a chunk is compiled.
-      head_loss_fn: (head params, embed params or None, x, batch) -> float32 scalar, the *sum* of the
-        losses of the supervised tokens. Embed params are given when `tied` is true.
+      head_loss_fn: (head params, embed params or None, x, batch) -> float32 scalar, the *sum* of
+        the losses of the supervised tokens. Embed params are given when `tied` is true.
       head_logits_fn: (head params, embed params or None, x) -> float32 logits [B, T, V].
       tied: the head also reads the embedding's parameters.
       vocab_size: number of token ids that the embedding accepts.

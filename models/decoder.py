@@ -1,0 +1,168 @@
+"""Builds the `StreamedModel` of a dense decoder: NNX modules outside, pure functions inside.
+
+Modules are built once, without arrays; each pure function merges its stage's module with the
+parameters it is given, inside the trace. Letters: B rows, T tokens, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import numpy as np
+from flax import nnx
+
+from models.attention import (
+    IMPLEMENTATIONS,
+    ComputeTarget,
+    device_target,
+    resolve_attention,
+    row_layout,
+)
+from models.config import ModelConfig
+from models.layers import DecoderLayer, Embedding, Head
+from models.loss import cross_entropy_sum, project_to_vocab
+from models.streamed import Batch, Params, Stage, StreamedModel
+
+
+def build(
+    config: ModelConfig,
+    *,
+    attention: str = "auto",
+    loss_chunk_tokens: int = 2048,
+    target: ComputeTarget | None = None,
+) -> StreamedModel:
+    """A decoder as the runtime sees it.
+
+    The functions compute in the dtype of the parameters that they are given, and contain no
+    collective: they run per device, on that device's rows.
+
+    Args:
+      config: shapes and flags.
+      attention: `auto`, `chunked` or `cudnn`; see `models.attention.resolve_attention`, which
+        decides when a layer is traced.
+      loss_chunk_tokens: tokens whose logits exist at one time in the loss.
+      target: where the functions will run; None means like the first JAX device.
+
+    Raises:
+      ValueError: `attention` is unknown, or, while tracing, cannot run.
+    """
+    if attention not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"attention is {attention!r}; supported: {', '.join(map(repr, IMPLEMENTATIONS))}."
+        )
+    embedding = _Abstract(lambda: Embedding(config.vocab_size, config.hidden_size))
+    layer = _Abstract(lambda: DecoderLayer(config))
+    head = _Abstract(lambda: Head(config))
+    layer_fns = {
+        window: partial(_apply_layer, layer, config, attention, target, window)
+        for window in set(config.layer_windows)
+    }
+    return StreamedModel(
+        embed=Stage(name="model.embed_tokens", shapes=embedding.shapes),
+        layers=tuple(
+            Stage(name=f"model.layers.{index}", shapes=layer.shapes)
+            for index in range(config.num_hidden_layers)
+        ),
+        head=Stage(name="", shapes=head.shapes),
+        embed_fn=lambda params, batch: embedding.merge(params)(batch["input_ids"]),
+        layer_fns=tuple(layer_fns[window] for window in config.layer_windows),
+        head_loss_fn=partial(_head_loss, head, loss_chunk_tokens),
+        head_logits_fn=partial(_head_logits, head),
+        tied=config.tie_word_embeddings,
+        vocab_size=config.vocab_size,
+        initial_value=partial(initial_value, initializer_range=config.initializer_range),
+    )
+
+
+def initial_value(
+    name: str, shape: tuple[int, ...], seed: int, *, initializer_range: float = 0.02
+) -> np.ndarray:
+    """Starting value of a parameter trained from scratch.
+
+    Norm weights are 1, biases 0, matrices normal with standard deviation `initializer_range`. The
+    draw depends on name, shape and seed alone.
+
+    Args:
+      name: full Hugging Face name.
+      shape: shape of the parameter.
+      seed: any non-negative integer.
+      initializer_range: standard deviation.
+
+    Returns:
+      float32 array.
+    """
+    if name.endswith(".bias"):
+        return np.zeros(shape, np.float32)
+    if name.endswith("norm.weight"):
+        return np.ones(shape, np.float32)
+    generator = np.random.default_rng([seed, zlib.crc32(name.encode())])
+    values = generator.standard_normal(shape, np.float32)
+    values *= np.float32(initializer_range)
+    return values
+
+
+class _Abstract:
+    """A module's structure, apart from any arrays."""
+
+    def __init__(self, make: Callable[[], nnx.Module]):
+        self._graph, state = nnx.split(nnx.eval_shape(make))
+        self.shapes: Params = nnx.to_pure_dict(state)
+
+    def merge(self, params: Params) -> nnx.Module:
+        """The module around the given arrays; call it inside a trace."""
+        return nnx.merge(self._graph, params)
+
+
+def _apply_layer(
+    layer: _Abstract,
+    config: ModelConfig,
+    attention: str,
+    target: ComputeTarget | None,
+    window: int | None,
+    params: Params,
+    x: jax.Array,
+    batch: Batch,
+) -> jax.Array:
+    choice = resolve_attention(
+        attention,
+        target=target or device_target(jax.devices()[0]),
+        dtype=x.dtype,
+        head_dim=config.head_dim,
+        rows=row_layout(batch),
+    )
+    return layer.merge(params)(x, batch, window=window, attention=choice.name)
+
+
+def _head_loss(
+    head: _Abstract,
+    loss_chunk_tokens: int,
+    params: Params,
+    embed_params: Params | None,
+    x: jax.Array,
+    batch: Batch,
+) -> jax.Array:
+    normalised = head.merge(params).normalise(x)
+    return cross_entropy_sum(
+        normalised.reshape(-1, x.shape[-1]),
+        _output_projection(params, embed_params),
+        batch["targets"].reshape(-1),
+        chunk_tokens=loss_chunk_tokens,
+    )
+
+
+def _head_logits(
+    head: _Abstract, params: Params, embed_params: Params | None, x: jax.Array
+) -> jax.Array:
+    normalised = head.merge(params).normalise(x)
+    return project_to_vocab(normalised, _output_projection(params, embed_params))
+
+
+def _output_projection(params: Params, embed_params: Params | None) -> jax.Array:
+    if "lm_head" in params:
+        return params["lm_head"]["weight"]
+    if embed_params is None:
+        raise ValueError("The head is tied to the embedding: pass the embedding's parameters too.")
+    return embed_params["weight"]
