@@ -1,0 +1,219 @@
+"""How long each chunk takes on each lane when nothing else runs.
+
+Compute is a roofline: matrix products at their rate or at the rate of reading their weights,
+attention at its own rate, element-wise programs at the rate of device memory. The backward pass
+recomputes the forward one (but for the chunk's last product, which no gradient needs), then does
+two products per product and five attention products for two (FlashAttention-2, Dao 2023).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.chunking import Chunks, ChunkWork, chunk_stages
+from planner.flops import matmul_forward_flops
+from planner.hardware import HardwareProfile
+from planner.memory import ADAMW_STATE_BYTES, MASTER_BYTES
+from planner.strategy import Strategy
+from planner.workload import BatchShape, StageWork, Workload
+
+ATTENTION_BACKWARD = 2.5
+"""Backward over forward operations of fused attention, recomputed scores included."""
+
+ELEMENTWISE_BACKWARD = 2.0
+"""Backward over forward traffic of element-wise programs."""
+
+LOGITS_PASSES = 6
+"""fp32 arrays [tokens, V] read or written by the loss: logits, log-sum-exp, gradient."""
+
+SUM_BYTES = 12
+"""Traffic per weight of adding to an fp32 gradient sum: read sum and summand, write sum."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkDurations:
+    """Seconds of one chunk per step, all microbatches, at full speed.
+
+    Attributes:
+      forward_s: forward compute; for the head nothing, for the others with the gather.
+      backward_s: recomputation, backward, packing and reduction; for the head also the forward.
+      executed_flops: operations of both on one device, recomputation included.
+      upload_s: one copy of the weights to each device.
+      upload_bytes: of that copy, one device.
+      download_s: one copy of the gradient to the host from each device.
+      download_bytes: of that copy, one device.
+      update_s: host update.
+      update_bytes: traffic of the host update in host memory.
+    """
+
+    forward_s: float
+    backward_s: float
+    executed_flops: float
+    upload_s: float
+    upload_bytes: float
+    download_s: float
+    download_bytes: float
+    update_s: float
+    update_bytes: float
+
+
+def chunk_durations(
+    workload: Workload,
+    batch: BatchShape,
+    strategy: Strategy,
+    hardware: HardwareProfile,
+    *,
+    optimizer_state_bytes: float = ADAMW_STATE_BYTES,
+) -> tuple[ChunkDurations, ...]:
+    """Durations of every chunk in forward order, the embedding first and the head last.
+
+    Args:
+      workload: the model.
+      batch: rows of a step.
+      strategy: how the step is run.
+      hardware: rates.
+      optimizer_state_bytes: optimizer state per parameter in bytes.
+    """
+    chunks = chunk_stages(
+        workload, strategy.layers_per_chunk, strategy.block_size, strategy.num_host_devices
+    )
+    costs = _Costs(workload, chunks, batch, strategy, hardware, optimizer_state_bytes)
+    return (costs.embedding(), *(costs.layers(chunk) for chunk in chunks.layers), costs.head())
+
+
+class _Costs:
+    """Rates and sizes that the durations of all chunks share."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        chunks: Chunks,
+        batch: BatchShape,
+        strategy: Strategy,
+        hardware: HardwareProfile,
+        optimizer_state_bytes: float,
+    ):
+        self._workload = workload
+        self._chunks = chunks
+        self._batch = batch
+        self._strategy = strategy
+        self._hardware = hardware
+        self._optimizer_state_bytes = optimizer_state_bytes
+        self._tokens = strategy.rows_per_microbatch * batch.seq_length
+        self._matmul_rate = hardware.matmul_flops_per_s(strategy.compute_dtype)
+        slower = self._matmul_rate / hardware.bf16_matmul_flops_per_s
+        self._attention_rate = hardware.attention_flops_per_s * min(1.0, slower)
+        self._by_layer: dict[StageWork, tuple[float, float, float, float]] = {}
+
+    def embedding(self) -> ChunkDurations:
+        """Lookup forward, scatter-add backward."""
+        chunk = self._chunks.embed
+        stage = self._workload.embed
+        lookup_s = self._elementwise_s(stage.elementwise_elements * self._tokens)
+        scatter_s = ELEMENTWISE_BACKWARD * lookup_s + self._memory_s(4.0 * chunk.num_parameters)
+        num = self._strategy.num_microbatches
+        return self._durations(chunk, num * lookup_s, num * scatter_s, 0.0)
+
+    def layers(self, chunk: ChunkWork) -> ChunkDurations:
+        """All layers of a chunk."""
+        forward_s = backward_s = forward_flops = backward_flops = 0.0
+        for stage in chunk.stages:
+            stage_forward_s, stage_backward_s, flops, stage_backward_flops = self._layer(stage)
+            forward_s += stage_forward_s
+            backward_s += stage_forward_s + stage_backward_s
+            forward_flops += flops
+            backward_flops += flops + stage_backward_flops
+        spared = matmul_forward_flops(self._tokens, chunk.stages[-1].last_matmul_parameters)
+        backward_s -= spared / self._matmul_rate
+        backward_s += self._accumulate_s(chunk)
+        num = self._strategy.num_microbatches
+        flops = num * (forward_flops + backward_flops - spared)
+        return self._durations(chunk, num * forward_s, num * backward_s, flops)
+
+    def head(self) -> ChunkDurations:
+        """Final norm, logits and loss, forward and backward in one: three products (no recompute).
+
+        The gradient of the projection is summed over loss chunks in fp32, so small loss chunks cost
+        memory traffic.
+        """
+        stage, workload, tokens = self._workload.head, self._workload, self._tokens
+        flops = 3.0 * matmul_forward_flops(tokens, stage.matmul_parameters)
+        loss_chunks = -(-tokens // min(tokens, self._strategy.loss_chunk_tokens))
+        seconds = (
+            flops / self._matmul_rate
+            + self._memory_s(4.0 * LOGITS_PASSES * tokens * workload.vocab_size)
+            + self._memory_s(float(SUM_BYTES * loss_chunks * stage.matmul_parameters))
+            + (1 + ELEMENTWISE_BACKWARD) * self._elementwise_s(stage.elementwise_elements * tokens)
+            + self._accumulate_s(self._chunks.embed if workload.tied else self._chunks.head)
+        )
+        num = self._strategy.num_microbatches
+        return self._durations(self._chunks.head, 0.0, num * seconds, num * flops)
+
+    def _layer(self, stage: StageWork) -> tuple[float, float, float, float]:
+        """Seconds and operations of forward and of backward without recompute, one microbatch."""
+        if stage not in self._by_layer:
+            matmul = matmul_forward_flops(self._tokens, stage.matmul_parameters)
+            read_s = self._memory_s(float(self._strategy.compute_bytes * stage.matmul_parameters))
+            matmul_s = max(matmul / self._matmul_rate, read_s)
+            attention = self._strategy.rows_per_microbatch * stage.attention_flops(self._batch)
+            attention_s = attention / self._attention_rate
+            elementwise_s = self._elementwise_s(stage.elementwise_elements * self._tokens)
+            self._by_layer[stage] = (
+                matmul_s + attention_s + elementwise_s,
+                2 * matmul_s
+                + ATTENTION_BACKWARD * attention_s
+                + ELEMENTWISE_BACKWARD * elementwise_s,
+                matmul + attention,
+                2 * matmul + ATTENTION_BACKWARD * attention,
+            )
+        return self._by_layer[stage]
+
+    def _memory_s(self, num_bytes: float) -> float:
+        return num_bytes / self._hardware.device_memory_bytes_per_s
+
+    def _elementwise_s(self, num_elements: float) -> float:
+        return self._memory_s(self._strategy.compute_bytes * num_elements)
+
+    def _accumulate_s(self, chunk: ChunkWork) -> float:
+        """Adding one microbatch's gradient to the fp32 sum; nothing when there is only one."""
+        if self._strategy.num_microbatches == 1:
+            return 0.0
+        return self._memory_s(float(SUM_BYTES * chunk.num_parameters))
+
+    def _durations(
+        self, chunk: ChunkWork, forward_s: float, backward_s: float, flops: float
+    ) -> ChunkDurations:
+        """Adds what depends on the chunk's size only: unpacking, collectives, copies, update."""
+        strategy, hardware, num_devices = self._strategy, self._hardware, self._hardware.num_devices
+        size = float(chunk.padded_parameters)
+        weight_bytes, gradient_bytes = strategy.upload_bytes * size, strategy.gradient_bytes * size
+        remote = (num_devices - 1) / num_devices
+        unpack_s = self._memory_s(weight_bytes + strategy.compute_bytes * size)
+        if strategy.weight_route == "shard_all_gather":
+            unpack_s += weight_bytes * remote / hardware.gather_bytes_per_s
+        pack_s = self._memory_s(2.0 * gradient_bytes)
+        summands, upload_bytes, download_bytes = 1, weight_bytes, gradient_bytes
+        if strategy.weight_route == "shard_all_gather":
+            upload_bytes /= num_devices
+        if strategy.gradient_route == "reduce_scatter":
+            pack_s += gradient_bytes * remote / hardware.gather_bytes_per_s
+            download_bytes /= num_devices
+        else:
+            summands = num_devices
+        is_head = chunk is self._chunks.head
+        reuses_weights = is_head or chunk is self._chunks.embed
+        state_bytes = MASTER_BYTES + self._optimizer_state_bytes
+        adamw_bytes = 2.0 * (MASTER_BYTES + ADAMW_STATE_BYTES) + 2.0
+        update_bytes = size * (2.0 * state_bytes + summands * strategy.gradient_bytes)
+        return ChunkDurations(
+            forward_s=forward_s if is_head else forward_s + unpack_s,
+            backward_s=backward_s + pack_s + (0.0 if reuses_weights and not is_head else unpack_s),
+            executed_flops=flops,
+            upload_s=hardware.h2d.seconds(upload_bytes),
+            upload_bytes=upload_bytes,
+            download_s=hardware.d2h.seconds(download_bytes),
+            download_bytes=download_bytes,
+            # Bound by memory traffic: other optimizers and more summands scale with their bytes.
+            update_s=update_bytes / (adamw_bytes * hardware.host_update_params_per_s),
+            update_bytes=update_bytes,
+        )

@@ -1,0 +1,260 @@
+"""Memory of one device and of the host under a strategy, by named category.
+
+Device memory is taken at the phase of the step in which it is largest; the phases are the points
+where a category begins or ends (see `device_phases`). All counts are upper bounds on live arrays
+plus a share for the allocator's fragmentation: a plan that fits must not run out. Letters: G
+devices, D hidden, V vocabulary, T tokens per row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from planner.chunking import Chunks, ChunkWork, chunk_stages
+from planner.hardware import HardwareProfile
+from planner.pinned_pool import pinned_pool_bytes
+from planner.strategy import SLOTS_BESIDE_PREFETCH, Strategy
+from planner.workload import BatchShape, Workload
+
+ADAMW_STATE_BYTES = 8
+"""Optimizer state per parameter of AdamW with fp32 moments."""
+
+MASTER_BYTES = 4
+"""The fp32 master as two halves of two bytes."""
+
+FRAGMENTATION = 0.05
+"""Share of the live arrays that the device allocator loses to holes."""
+
+LOGITS_COPIES = 3
+"""fp32 arrays [loss chunk, V] alive at once: logits, their exponentials, their gradient."""
+
+BATCH_ARRAYS = 4
+"""int32 arrays [rows, T]: inputs, targets, positions, segments."""
+
+WIRE_COPIES = 2
+"""Gradients of chunks on their way to the host beside the one being computed, plus that one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryUse:
+    """Predicted memory.
+
+    Attributes:
+      device: bytes by category on one device, at the phase where the sum is largest.
+      device_phase: that phase.
+      host: bytes by category in host memory, all devices together.
+      pinned_pool_bytes: size of XLA's pool of page-locked memory within `host`.
+    """
+
+    device: Mapping[str, float]
+    device_phase: str
+    host: Mapping[str, float]
+    pinned_pool_bytes: float
+
+    @property
+    def device_bytes(self) -> float:
+        """Total of one device."""
+        return sum(self.device.values())
+
+    @property
+    def host_bytes(self) -> float:
+        """Total of the host."""
+        return sum(self.host.values())
+
+
+def memory_use(
+    workload: Workload,
+    batch: BatchShape,
+    strategy: Strategy,
+    hardware: HardwareProfile,
+    *,
+    optimizer_state_bytes: float = ADAMW_STATE_BYTES,
+) -> MemoryUse:
+    """Predict the memory of a run.
+
+    Args:
+      workload: the model.
+      batch: rows of a step.
+      strategy: how the step is run.
+      hardware: number of devices and what they hold before the first array.
+      optimizer_state_bytes: optimizer state per parameter in bytes, AdamW's 8 by default.
+    """
+    chunks = chunk_stages(
+        workload, strategy.layers_per_chunk, strategy.block_size, strategy.num_host_devices
+    )
+    phases = device_phases(workload, chunks, batch, strategy, hardware.num_devices)
+    phase = max(phases, key=lambda name: sum(phases[name].values()))
+    device = dict(phases[phase])
+    device["allocator_fragmentation"] = FRAGMENTATION * sum(device.values())
+    device["runtime_reserve"] = hardware.device_reserve_bytes
+    host, pool = _host(chunks, strategy, hardware, optimizer_state_bytes)
+    if hardware.unified_memory:
+        host["compute_devices"] = hardware.num_devices * sum(device.values())
+    return MemoryUse(device=device, device_phase=phase, host=host, pinned_pool_bytes=pool)
+
+
+def device_phases(
+    workload: Workload, chunks: Chunks, batch: BatchShape, strategy: Strategy, num_devices: int
+) -> dict[str, dict[str, float]]:
+    """Bytes by category on one device at each point where the sum can peak.
+
+    - `embedding`: embedding weights as copied and unpacked, first layer chunk arriving.
+    - `forward`: the last layer chunk runs forward; every chunk's input is kept.
+    - `loss`: logits and the head's gradient, the layer window still there.
+    - `backward`: the last layer chunk runs backward; nothing has been freed yet.
+    - `embedding_backward`: the embedding's gradient, the other gradients leaving.
+    """
+    sizes = _Sizes(workload, chunks, batch, strategy, num_devices)
+    tied, inputs = workload.tied, len(chunks.layers)
+    batch_arrays = {"batch_arrays": sizes.batch_arrays}
+    embedding_kept = {"embedding_weights": sizes.weights(chunks.embed)} if tied else {}
+    tied_gradient = {"tied_embedding_gradient": 4.0 * chunks.embed.num_parameters} if tied else {}
+    head_in_flight = 0.0 if tied else sizes.wire(chunks.head)
+    layer_wire = sizes.wire(sizes.largest_layer)
+    return {
+        "embedding": {
+            "layer_weights": sizes.prefetched,
+            "embedding_weights": 2.0 * sizes.weights(chunks.embed),
+            "boundary_activations": sizes.boundary,
+            **batch_arrays,
+        },
+        "forward": {
+            "layer_weights": sizes.window,
+            **embedding_kept,
+            "boundary_activations": (inputs + 1) * sizes.boundary,
+            "layer_workspace": sizes.per_microbatch("forward_workspace_elements"),
+            **batch_arrays,
+        },
+        "loss": {
+            "layer_weights": sizes.window,
+            **embedding_kept,
+            "head_weights": 2.0 * sizes.weights(chunks.head),
+            "boundary_activations": (inputs + 2) * sizes.boundary,
+            "logits": sizes.logits,
+            "head_gradient": sizes.head_gradient,
+            **batch_arrays,
+        },
+        "backward": {
+            "layer_weights": sizes.window,
+            "boundary_activations": (inputs + 1) * sizes.boundary + sizes.boundary_microbatch,
+            "recompute_residuals": sizes.residuals,
+            "layer_workspace": sizes.per_microbatch("backward_workspace_elements"),
+            "layer_gradients": sizes.gradient(sizes.largest_layer)
+            + layer_wire
+            + max(layer_wire, head_in_flight),
+            **tied_gradient,
+            **batch_arrays,
+        },
+        "embedding_backward": {
+            "layer_weights": sizes.prefetched,
+            "boundary_activations": sizes.boundary,
+            "layer_gradients": layer_wire,
+            "embedding_gradient": sizes.gradient(chunks.embed) + sizes.wire(chunks.embed),
+            **tied_gradient,
+            **batch_arrays,
+        },
+    }
+
+
+class _Sizes:
+    """Bytes of the arrays that the phases are made of, on one device."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        chunks: Chunks,
+        batch: BatchShape,
+        strategy: Strategy,
+        num_devices: int,
+    ):
+        self._strategy = strategy
+        self._gathers = strategy.weight_route == "shard_all_gather"
+        self._scatters = strategy.gradient_route == "reduce_scatter"
+        self._num_devices = num_devices
+        self._chunks = chunks
+        self._workload = workload
+        self._tokens = strategy.rows_per_microbatch * batch.seq_length
+        self.largest_layer = max(chunks.layers, key=lambda chunk: chunk.padded_parameters)
+        tokens_on_device = self._tokens * strategy.num_microbatches
+        self.batch_arrays = 4.0 * BATCH_ARRAYS * tokens_on_device
+        self.boundary_microbatch = float(
+            self._tokens * workload.hidden_size * strategy.compute_bytes
+        )
+        self.boundary = strategy.num_microbatches * self.boundary_microbatch
+        arriving = strategy.upload_bytes * float(self.largest_layer.padded_parameters)
+        if self._gathers:
+            arriving /= num_devices
+        self.prefetched = (strategy.weight_slots - SLOTS_BESIDE_PREFETCH) * arriving
+        self.window = self.prefetched + SLOTS_BESIDE_PREFETCH * self.weights(self.largest_layer)
+
+    def weights(self, chunk: ChunkWork) -> float:
+        """Weights of a chunk in the compute dtype."""
+        return float(self._strategy.compute_bytes * chunk.padded_parameters)
+
+    def wire(self, chunk: ChunkWork) -> float:
+        """One device's part of a gradient on its way to the host."""
+        whole = float(self._strategy.gradient_bytes * chunk.padded_parameters)
+        return whole / self._num_devices if self._scatters else whole
+
+    def gradient(self, chunk: ChunkWork) -> float:
+        """A gradient as it comes out of the backward pass, its sum, and its packed copy."""
+        compute = self._strategy.compute_bytes
+        per_parameter = compute if self._strategy.num_microbatches == 1 else compute + 4
+        packed = self._strategy.gradient_bytes if self._scatters and self._num_devices > 1 else 0
+        return float(per_parameter * chunk.num_parameters + packed * chunk.padded_parameters)
+
+    def per_microbatch(self, attribute: str) -> float:
+        """The largest layer's elements of one kind for the tokens of one microbatch."""
+        largest = max(
+            getattr(stage, attribute) for chunk in self._chunks.layers for stage in chunk.stages
+        )
+        return float(self._tokens * self._strategy.compute_bytes * largest)
+
+    @property
+    def residuals(self) -> float:
+        """What the backward pass of one chunk keeps for one microbatch."""
+        largest = max(
+            sum(stage.residual_elements for stage in chunk.stages) for chunk in self._chunks.layers
+        )
+        return float(self._tokens * self._strategy.compute_bytes * largest)
+
+    @property
+    def logits(self) -> float:
+        """The logits of one loss chunk and what is made of them."""
+        tokens = min(self._strategy.loss_chunk_tokens, self._tokens)
+        return 4.0 * LOGITS_COPIES * tokens * self._workload.vocab_size
+
+    @property
+    def head_gradient(self) -> float:
+        """fp32 sum over loss chunks, one summand, and the sum over microbatches."""
+        arrays = 2 if self._strategy.num_microbatches == 1 else 3
+        owner = self._chunks.embed if self._workload.tied else self._chunks.head
+        return 4.0 * arrays * owner.num_parameters
+
+
+def _host(
+    chunks: Chunks,
+    strategy: Strategy,
+    hardware: HardwareProfile,
+    optimizer_state_bytes: float,
+) -> tuple[dict[str, float], float]:
+    """Host categories and the size of the page-locked pool."""
+    copies = hardware.num_devices if strategy.gradient_route == "host_sum" else 1
+    shards = hardware.num_devices if strategy.gradient_route == "reduce_scatter" else 1
+    requests = [
+        strategy.gradient_bytes * chunk.padded_parameters / shards
+        for chunk in chunks.all
+        for _ in range(copies * shards)
+    ]
+    gradients = sum(requests)
+    # The CPU backend has no page-locked pool.
+    pool = gradients if hardware.unified_memory else pinned_pool_bytes(requests)
+    padded = chunks.padded_parameters
+    return {
+        "master_weights": float(MASTER_BYTES * padded),
+        "optimizer_state": float(optimizer_state_bytes * padded),
+        "waiting_gradients": gradients,
+        "pinned_pool_overhead": pool - gradients,
+        "runtime_reserve": hardware.host_reserve_bytes,
+    }, pool

@@ -1,0 +1,264 @@
+"""Predicted time of one training step: the runtime's schedule laid out on four lanes.
+
+The schedule (one wave, every microbatch passes a chunk while it is there):
+
+- compute: embedding, layer chunks forward, head forward and backward, layer chunks backward,
+  embedding backward; then the next step, without a drain in between.
+- h2d: each chunk once for forward and each layer chunk but the last once for backward. An upload
+  is dispatched `prefetch_depth` uses ahead; a copy waits for compute dispatched before it, so it
+  runs beside the compute of the chunks in between and no earlier. A forward upload also waits for
+  the chunk's update of the step before.
+- d2h: each chunk's gradient after its backward. At most two gradients are on their way.
+- host_update: `eager`, when the gradient has arrived; `deferred`, when the last gradient is
+  computed and so the norm over all is known. Waiting updates run in the order of the next forward.
+
+Bounds as in Calculon (Isaev et al., SC'23) and the scaling book: a step takes at least as long as
+its busiest lane or shared resource, and at most as long as all lanes one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from planner.durations import ChunkDurations, chunk_durations
+from planner.flops import utilization
+from planner.hardware import HardwareProfile
+from planner.memory import ADAMW_STATE_BYTES
+from planner.strategy import Strategy
+from planner.timeline import LANES, Lane, Task, Timeline, simulate
+from planner.workload import BatchShape, Workload
+
+NUM_SIMULATED_STEPS = 5
+"""The first two warm up (the first has no updates to wait for); the others are averaged."""
+
+GRADIENTS_IN_FLIGHT = 2
+"""Gradients that may be on their way before the next chunk's backward must wait."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Prediction for one step in the steady state.
+
+    Attributes:
+      step_s: from one step's end of compute to the next's.
+      single_step_s: one step alone, from its first upload to its last update.
+      lower_bound_s: the busiest lane or shared resource alone.
+      upper_bound_s: all lanes one after the other.
+      busy_s: per lane, work of one step at full speed.
+      exposed_s: per lane, time per step in which compute waited for it.
+      model_flops: operations of the step over all devices without recomputation.
+      executed_flops: the same with recomputation.
+      mfu: model FLOPs against the devices' peak.
+      hfu: executed FLOPs against the devices' peak.
+      tokens_per_s: of all devices, padding included.
+    """
+
+    step_s: float
+    single_step_s: float
+    lower_bound_s: float
+    upper_bound_s: float
+    busy_s: Mapping[Lane, float]
+    exposed_s: Mapping[Lane, float]
+    model_flops: float
+    executed_flops: float
+    mfu: float
+    hfu: float
+    tokens_per_s: float
+
+    @property
+    def busy_fraction(self) -> dict[Lane, float]:
+        """Per lane, share of the step in which it works at full speed."""
+        return {lane: seconds / self.step_s for lane, seconds in self.busy_s.items()}
+
+    @property
+    def bottleneck(self) -> Lane:
+        """The lane with most work: no schedule of the same work is faster than it."""
+        return max(self.busy_s, key=lambda lane: self.busy_s[lane])
+
+
+def step_time(
+    workload: Workload,
+    batch: BatchShape,
+    strategy: Strategy,
+    hardware: HardwareProfile,
+    *,
+    optimizer_state_bytes: float = ADAMW_STATE_BYTES,
+) -> StepTime:
+    """Predict the time of a step.
+
+    Args:
+      workload: the model.
+      batch: rows of a step; where they do not fill the microbatches, filler rows cost time too.
+      strategy: how the step is run.
+      hardware: rates.
+      optimizer_state_bytes: optimizer state per parameter in bytes.
+    """
+    durations = chunk_durations(
+        workload, batch, strategy, hardware, optimizer_state_bytes=optimizer_state_bytes
+    )
+    schedule = _Schedule(durations, strategy, hardware, tied=workload.tied)
+    timeline, ends = schedule.run(NUM_SIMULATED_STEPS)
+    alone, _ = schedule.run(1)
+    start_s, end_s, periods = ends[1], ends[-1], NUM_SIMULATED_STEPS - 2
+    lower_s = lower_bound_s(durations, hardware)
+    busy_s = _busy(durations)
+    # Rounding aside, the simulation cannot beat the bound.
+    step_s = max((end_s - start_s) / periods, lower_s)
+    model_flops = workload.model_flops_per_step(batch)
+    executed = hardware.num_devices * sum(chunk.executed_flops for chunk in durations)
+    peak = (hardware.num_devices, hardware.peak_flops_per_s)
+    return StepTime(
+        step_s=step_s,
+        single_step_s=max(alone.ends),
+        lower_bound_s=lower_s,
+        upper_bound_s=sum(busy_s.values()),
+        busy_s=busy_s,
+        exposed_s={lane: timeline.waited_s(lane, start_s, end_s) / periods for lane in LANES},
+        model_flops=model_flops,
+        executed_flops=executed,
+        mfu=utilization(model_flops, step_s, *peak),
+        hfu=utilization(executed, step_s, *peak),
+        tokens_per_s=batch.num_tokens / step_s,
+    )
+
+
+def lower_bound_s(durations: Sequence[ChunkDurations], hardware: HardwareProfile) -> float:
+    """Seconds that no order of the same work can beat."""
+    uploads, downloads = _copies(durations)
+    link_bytes = sum(c.upload_bytes for c in uploads) + sum(c.download_bytes for c in downloads)
+    host_bytes = link_bytes * hardware.num_devices + sum(c.update_bytes for c in durations)
+    return max(
+        *_busy(durations).values(),
+        link_bytes / hardware.duplex_bytes_per_s,
+        host_bytes / hardware.host_memory_bytes_per_s,
+    )
+
+
+def _copies(
+    durations: Sequence[ChunkDurations],
+) -> tuple[list[ChunkDurations], list[ChunkDurations]]:
+    """Chunks in order of their uploads (forward, then backward) and of their downloads."""
+    again = list(durations[-3:0:-1])  # layer chunks from the last but one down
+    return [*durations, *again], list(reversed(durations))
+
+
+def _busy(durations: Sequence[ChunkDurations]) -> dict[Lane, float]:
+    uploads, downloads = _copies(durations)
+    return {
+        "h2d": sum(chunk.upload_s for chunk in uploads),
+        "compute": sum(chunk.forward_s + chunk.backward_s for chunk in durations),
+        "d2h": sum(chunk.download_s for chunk in downloads),
+        "host_update": sum(chunk.update_s for chunk in durations),
+    }
+
+
+class _Schedule:
+    """Builds the tasks of consecutive steps and runs them."""
+
+    def __init__(
+        self,
+        durations: Sequence[ChunkDurations],
+        strategy: Strategy,
+        hardware: HardwareProfile,
+        *,
+        tied: bool,
+    ):
+        self._chunks = durations
+        self._strategy = strategy
+        self._num_devices = hardware.num_devices
+        self._capacities = {
+            "link": hardware.duplex_bytes_per_s,
+            "host": hardware.host_memory_bytes_per_s,
+        }
+        self._tied = tied
+        self._tasks: list[Task] = []
+        self._uses: list[int] = []
+        self._downloads: list[int] = []
+
+    def run(self, num_steps: int) -> tuple[Timeline, list[float]]:
+        """The timeline of `num_steps` steps and the end of each one's compute."""
+        self._tasks, self._uses, self._downloads = [], [], []
+        updates: dict[int, int] = {}
+        last_uses: list[int] = []
+        for step in range(num_steps):
+            updates = self._add_step(step, updates)
+            last_uses.append(self._uses[-1])
+        timeline = simulate(self._tasks, self._capacities)
+        return timeline, [timeline.ends[use] for use in last_uses]
+
+    def _add_step(self, step: int, commits: Mapping[int, int]) -> dict[int, int]:
+        """Adds one step whose forward waits for `commits`; returns its own updates by chunk."""
+        head = len(self._chunks) - 1
+        downloads: dict[int, int] = {}
+        for chunk in range(head):
+            self._use(self._chunks[chunk].forward_s, self._upload(chunk, commits))
+        for chunk in range(head, -1, -1):
+            stays = chunk == 0 or chunk == head - 1
+            version = commits if chunk == head else {}
+            upload = () if stays else self._upload(chunk, version)
+            use = self._use(self._chunks[chunk].backward_s, (*upload, *self._gradient_room()))
+            downloads[chunk] = self._download(chunk, use)
+        norm = (self._uses[-1],) if self._strategy.update_policy == "deferred" else ()
+        return {
+            chunk: self._update(step, chunk, (download, *norm))
+            for chunk, download in sorted(downloads.items())
+        }
+
+    def _use(self, seconds: float, after: tuple[int, ...]) -> int:
+        index = self._add("compute", seconds, after, {})
+        self._uses.append(index)
+        return index
+
+    def _upload(self, chunk: int, commits: Mapping[int, int]) -> tuple[int, ...]:
+        """A copy for the use that is added next."""
+        work = self._chunks[chunk]
+        dispatched_before = len(self._uses) - 1 - self._strategy.prefetch_depth
+        after = [self._uses[dispatched_before]] if dispatched_before >= 0 else []
+        if chunk in commits:
+            after.append(commits[chunk])
+        return (self._add_copy("h2d", work.upload_s, work.upload_bytes, tuple(after)),)
+
+    def _download(self, chunk: int, use: int) -> int:
+        work = self._chunks[chunk]
+        index = self._add_copy("d2h", work.download_s, work.download_bytes, (use,))
+        self._downloads.append(index)
+        return index
+
+    def _gradient_room(self) -> tuple[int, ...]:
+        """The download that must have ended before one more gradient is computed."""
+        if len(self._downloads) < GRADIENTS_IN_FLIGHT:
+            return ()
+        return (self._downloads[-GRADIENTS_IN_FLIGHT],)
+
+    def _update(self, step: int, chunk: int, after: tuple[int, ...]) -> int:
+        work = self._chunks[chunk]
+        demand = work.update_bytes / work.update_s if work.update_s else 0.0
+        return self._add("host_update", work.update_s, after, {"host": demand}, order=(step, chunk))
+
+    def _add_copy(
+        self, lane: Lane, seconds: float, num_bytes: float, after: tuple[int, ...]
+    ) -> int:
+        rate = num_bytes / seconds if seconds else 0.0
+        return self._add(lane, seconds, after, {"link": rate, "host": rate * self._num_devices})
+
+    def _add(
+        self,
+        lane: Lane,
+        seconds: float,
+        after: tuple[int, ...],
+        demands: Mapping[str, float],
+        *,
+        order: tuple[int, ...] | None = None,
+    ) -> int:
+        index = len(self._tasks)
+        self._tasks.append(
+            Task(
+                lane=lane,
+                work_s=seconds,
+                after=after,
+                order=(index,) if order is None else order,
+                demands=demands,
+            )
+        )
+        return index

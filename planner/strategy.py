@@ -1,0 +1,107 @@
+"""Every decision that the planner takes and the runtime obeys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from planner.hardware import COMPUTE_DTYPES, ComputeDtype
+
+WeightRoute = Literal["replicate", "shard_all_gather"]
+GradientRoute = Literal["reduce_scatter", "host_sum"]
+UpdatePolicy = Literal["eager", "deferred"]
+
+WEIGHT_ROUTES: tuple[WeightRoute, ...] = ("replicate", "shard_all_gather")
+GRADIENT_ROUTES: tuple[GradientRoute, ...] = ("reduce_scatter", "host_sum")
+UPDATE_POLICIES: tuple[UpdatePolicy, ...] = ("eager", "deferred")
+
+SLOTS_BESIDE_PREFETCH = 2
+"""Layer chunks on a device beside the prefetched ones: one in use, one between copy and use."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """How a step is run.
+
+    Attributes:
+      layers_per_chunk: consecutive layers that travel and are updated together; the last chunk may
+        hold fewer.
+      rows_per_microbatch: rows that one device computes at once.
+      num_microbatches: microbatches per step and device; all pass a chunk while it is there.
+      weight_route: `replicate`: each device pulls the whole chunk; `shard_all_gather`: each pulls
+        1/G and the devices gather.
+      gradient_route: `reduce_scatter`: the devices sum and each sends 1/G; `host_sum`: each sends
+        all and the host update sums.
+      update_policy: `eager`: a chunk is updated when its gradient has arrived (no clipping);
+        `deferred`: when the norm over all gradients is known.
+      prefetch_depth: chunks whose upload may run ahead of compute.
+      weight_slots: layer chunks whose weights a device may hold at once.
+      loss_chunk_tokens: tokens whose logits exist at once.
+      compute_dtype: dtype of forward and backward.
+      num_host_devices: CPU devices over which the state is sharded, K; a multiple of the number of
+        compute devices.
+      block_size: elements that the host update handles at once; the unit of padding.
+    """
+
+    layers_per_chunk: int
+    rows_per_microbatch: int
+    num_microbatches: int
+    weight_route: WeightRoute = "replicate"
+    gradient_route: GradientRoute = "reduce_scatter"
+    update_policy: UpdatePolicy = "deferred"
+    prefetch_depth: int = 1
+    weight_slots: int = 3
+    loss_chunk_tokens: int = 1024
+    compute_dtype: ComputeDtype = "bfloat16"
+    num_host_devices: int = 1
+    block_size: int = 16384
+
+    def __post_init__(self) -> None:
+        """Checks each field and that the window holds what the prefetch brings."""
+        for name in _COUNTS:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}; allowed: {', '.join(allowed)}."
+                )
+        if self.weight_slots < self.prefetch_depth + SLOTS_BESIDE_PREFETCH:
+            raise ValueError(
+                f"weight_slots is {self.weight_slots} with prefetch_depth {self.prefetch_depth}; "
+                f"a chunk in use, one in transition and the prefetched ones need "
+                f"{self.prefetch_depth + SLOTS_BESIDE_PREFETCH}."
+            )
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes per element in forward and backward."""
+        return 2 if self.compute_dtype == "bfloat16" else 4
+
+    @property
+    def upload_bytes(self) -> int:
+        """Bytes per parameter uploaded: the bf16 half, or both halves for fp32."""
+        return self.compute_bytes
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes per parameter of a gradient on its way to the host."""
+        return self.compute_bytes
+
+
+_COUNTS = (
+    "layers_per_chunk",
+    "rows_per_microbatch",
+    "num_microbatches",
+    "prefetch_depth",
+    "weight_slots",
+    "loss_chunk_tokens",
+    "num_host_devices",
+    "block_size",
+)
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "weight_route": WEIGHT_ROUTES,
+    "gradient_route": GRADIENT_ROUTES,
+    "update_policy": UPDATE_POLICIES,
+    "compute_dtype": COMPUTE_DTYPES,
+}
