@@ -15,12 +15,14 @@ class ChunkWork:
 
     Attributes:
       name: `embed`, `layers.0-2`, `head`.
+      kind: equal for chunks with equal stages, so that their costs are computed once.
       stages: its stages in forward order.
       num_parameters: parameters.
       padded_parameters: elements of its flat arrays.
     """
 
     name: str
+    kind: int
     stages: tuple[StageWork, ...]
     num_parameters: int
     padded_parameters: int
@@ -83,6 +85,7 @@ def chunk_stages(
       block_size: elements per block of the host update.
       num_host_devices: host devices over which a chunk is sharded.
     """
+    kinds: dict[tuple[StageWork, ...], int] = {}
 
     def chunk(name: str, stages: tuple[StageWork, ...]) -> ChunkWork:
         num_groups = max(len(stage.group_parameters) for stage in stages)
@@ -92,6 +95,7 @@ def chunk_stages(
         ]
         return ChunkWork(
             name=name,
+            kind=kinds.setdefault(stages, len(kinds)),
             stages=stages,
             num_parameters=sum(groups),
             padded_parameters=padded_size(groups, block_size, num_host_devices),

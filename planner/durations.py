@@ -103,7 +103,7 @@ class _Costs:
         self._matmul_rate = hardware.matmul_flops_per_s(strategy.compute_dtype)
         slower = self._matmul_rate / hardware.bf16_matmul_flops_per_s
         self._attention_rate = hardware.attention_flops_per_s * min(1.0, slower)
-        self._by_layer: dict[StageWork, tuple[float, float, float, float]] = {}
+        self._by_kind: dict[int, ChunkDurations] = {}
 
     def embedding(self) -> ChunkDurations:
         """Lookup forward, scatter-add backward."""
@@ -116,6 +116,11 @@ class _Costs:
 
     def layers(self, chunk: ChunkWork) -> ChunkDurations:
         """All layers of a chunk."""
+        if chunk.kind not in self._by_kind:
+            self._by_kind[chunk.kind] = self._layers(chunk)
+        return self._by_kind[chunk.kind]
+
+    def _layers(self, chunk: ChunkWork) -> ChunkDurations:
         forward_s = backward_s = forward_flops = backward_flops = 0.0
         for stage in chunk.stages:
             stage_forward_s, stage_backward_s, flops, stage_backward_flops = self._layer(stage)
@@ -124,8 +129,7 @@ class _Costs:
             forward_flops += flops
             backward_flops += flops + stage_backward_flops
         spared = matmul_forward_flops(self._tokens, chunk.stages[-1].last_matmul_parameters)
-        backward_s -= spared / self._matmul_rate
-        backward_s += self._accumulate_s(chunk)
+        backward_s += self._accumulate_s(chunk) - spared / self._matmul_rate
         num = self._strategy.num_microbatches
         flops = num * (forward_flops + backward_flops - spared)
         return self._durations(chunk, num * forward_s, num * backward_s, flops)
@@ -151,22 +155,18 @@ class _Costs:
 
     def _layer(self, stage: StageWork) -> tuple[float, float, float, float]:
         """Seconds and operations of forward and of backward without recompute, one microbatch."""
-        if stage not in self._by_layer:
-            matmul = matmul_forward_flops(self._tokens, stage.matmul_parameters)
-            read_s = self._memory_s(float(self._strategy.compute_bytes * stage.matmul_parameters))
-            matmul_s = max(matmul / self._matmul_rate, read_s)
-            attention = self._strategy.rows_per_microbatch * stage.attention_flops(self._batch)
-            attention_s = attention / self._attention_rate
-            elementwise_s = self._elementwise_s(stage.elementwise_elements * self._tokens)
-            self._by_layer[stage] = (
-                matmul_s + attention_s + elementwise_s,
-                2 * matmul_s
-                + ATTENTION_BACKWARD * attention_s
-                + ELEMENTWISE_BACKWARD * elementwise_s,
-                matmul + attention,
-                2 * matmul + ATTENTION_BACKWARD * attention,
-            )
-        return self._by_layer[stage]
+        matmul = matmul_forward_flops(self._tokens, stage.matmul_parameters)
+        read_s = self._memory_s(float(self._strategy.compute_bytes * stage.matmul_parameters))
+        matmul_s = max(matmul / self._matmul_rate, read_s)
+        attention = self._strategy.rows_per_microbatch * stage.attention_flops(self._batch)
+        attention_s = attention / self._attention_rate
+        elementwise_s = self._elementwise_s(stage.elementwise_elements * self._tokens)
+        return (
+            matmul_s + attention_s + elementwise_s,
+            2 * matmul_s + ATTENTION_BACKWARD * attention_s + ELEMENTWISE_BACKWARD * elementwise_s,
+            matmul + attention,
+            2 * matmul + ATTENTION_BACKWARD * attention,
+        )
 
     def _memory_s(self, num_bytes: float) -> float:
         return num_bytes / self._hardware.device_memory_bytes_per_s

@@ -43,7 +43,7 @@ class StepTime:
     Attributes:
       step_s: from one step's end of compute to the next's.
       single_step_s: one step alone, from its first upload to its last update.
-      lower_bound_s: the busiest lane or shared resource alone.
+      lower_bound_s: what no order of the same work can beat (see `lower_bound_s`).
       upper_bound_s: all lanes one after the other.
       busy_s: per lane, work of one step at full speed.
       exposed_s: per lane, time per step in which compute waited for it.
@@ -97,11 +97,11 @@ def step_time(
     durations = chunk_durations(
         workload, batch, strategy, hardware, optimizer_state_bytes=optimizer_state_bytes
     )
-    schedule = _Schedule(durations, strategy, hardware, tied=workload.tied)
+    schedule = _Schedule(durations, strategy, hardware)
     timeline, ends = schedule.run(NUM_SIMULATED_STEPS)
     alone, _ = schedule.run(1)
     start_s, end_s, periods = ends[1], ends[-1], NUM_SIMULATED_STEPS - 2
-    lower_s = lower_bound_s(durations, hardware)
+    lower_s = lower_bound_s(durations, strategy, hardware)
     busy_s = _busy(durations)
     # Rounding aside, the simulation cannot beat the bound.
     step_s = max((end_s - start_s) / periods, lower_s)
@@ -123,8 +123,14 @@ def step_time(
     )
 
 
-def lower_bound_s(durations: Sequence[ChunkDurations], hardware: HardwareProfile) -> float:
-    """Seconds that no order of the same work can beat."""
+def lower_bound_s(
+    durations: Sequence[ChunkDurations], strategy: Strategy, hardware: HardwareProfile
+) -> float:
+    """Seconds that no order of the same work can beat.
+
+    The busiest lane, the busiest shared resource, or the longest circle from a chunk's forward
+    through the end of the step, its update and its upload to its next forward.
+    """
     uploads, downloads = _copies(durations)
     link_bytes = sum(c.upload_bytes for c in uploads) + sum(c.download_bytes for c in downloads)
     host_bytes = link_bytes * hardware.num_devices + sum(c.update_bytes for c in durations)
@@ -132,7 +138,26 @@ def lower_bound_s(durations: Sequence[ChunkDurations], hardware: HardwareProfile
         *_busy(durations).values(),
         link_bytes / hardware.duplex_bytes_per_s,
         host_bytes / hardware.host_memory_bytes_per_s,
+        _longest_circle_s(durations, strategy),
     )
+
+
+def _longest_circle_s(durations: Sequence[ChunkDurations], strategy: Strategy) -> float:
+    """Embedding: all compute, then download, update, upload.
+
+    Deferred, also chunk j: compute from its forward to the end of the step, the updates of chunks
+    0..j, which start after that, and its upload.
+    """
+    compute_s = sum(chunk.forward_s + chunk.backward_s for chunk in durations)
+    embed = durations[0]
+    longest_s = compute_s + embed.download_s + embed.update_s + embed.upload_s
+    if strategy.update_policy == "deferred":
+        updates_s = 0.0
+        for chunk in durations[:-1]:
+            updates_s += chunk.update_s
+            longest_s = max(longest_s, updates_s + chunk.upload_s + compute_s)
+            compute_s -= chunk.forward_s
+    return longest_s
 
 
 def _copies(
@@ -161,8 +186,6 @@ class _Schedule:
         durations: Sequence[ChunkDurations],
         strategy: Strategy,
         hardware: HardwareProfile,
-        *,
-        tied: bool,
     ):
         self._chunks = durations
         self._strategy = strategy
@@ -171,7 +194,6 @@ class _Schedule:
             "link": hardware.duplex_bytes_per_s,
             "host": hardware.host_memory_bytes_per_s,
         }
-        self._tied = tied
         self._tasks: list[Task] = []
         self._uses: list[int] = []
         self._downloads: list[int] = []

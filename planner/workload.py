@@ -55,7 +55,7 @@ class StageWork:
     Elements are per token and in the compute dtype.
 
     Attributes:
-      name: as in parameter names.
+      name: for reports; layers of equal work share one.
       group_parameters: parameters per optimizer treatment group (decayed, not decayed, ...).
       matmul_parameters: weights of the matrix products that a token passes (of the experts it
         visits, for a mixture).
@@ -161,7 +161,7 @@ class Workload:
         head_shapes = config.head_shapes()
         layers = tuple(
             StageWork(
-                name=f"model.layers.{index}",
+                name="model.layers",
                 group_parameters=parameter_groups(layer_shapes),
                 matmul_parameters=matmul,
                 attention_heads=config.num_attention_heads,
@@ -173,7 +173,7 @@ class Workload:
                 elementwise_elements=10 * hidden + 3 * ffn + 2 * before_norm,
                 last_matmul_parameters=hidden * ffn,
             )
-            for index, window in enumerate(config.layer_windows)
+            for window in config.layer_windows
         )
         return Workload(
             name=name or f"{config.model_type} of {config.num_parameters / 1e9:.2f}B parameters",

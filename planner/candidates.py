@@ -1,0 +1,149 @@
+"""The strategies that the search considers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+from planner.chunking import chunk_stages
+from planner.hardware import ComputeDtype, HardwareProfile
+from planner.strategy import (
+    GRADIENT_ROUTES,
+    SLOTS_BESIDE_PREFETCH,
+    WEIGHT_ROUTES,
+    GradientRoute,
+    Strategy,
+    UpdatePolicy,
+    WeightRoute,
+)
+from planner.workload import BatchShape, Workload
+
+_T = TypeVar("_T")
+
+PREFETCH_DEPTHS = (1, 2)
+LOSS_CHUNKS_TOKENS = (8192, 4096, 2048, 1024, 512, 256)
+"""Tried from the largest: larger ones sum the projection's gradient fewer times."""
+
+MAX_BLOCK_SIZE = 16384
+"""Elements; two arrays of state stay in a core's cache. Measured best on large models."""
+MIN_BLOCK_SIZE = 64
+MAX_PADDING = 0.02
+"""Share of padding above which smaller blocks are taken."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """What the user has decided already; None leaves it to the search.
+
+    Attributes are those of `Strategy`.
+    """
+
+    layers_per_chunk: int | None = None
+    rows_per_microbatch: int | None = None
+    weight_route: WeightRoute | None = None
+    gradient_route: GradientRoute | None = None
+    prefetch_depth: int | None = None
+    loss_chunk_tokens: int | None = None
+    num_host_devices: int | None = None
+    block_size: int | None = None
+
+
+def default_num_host_devices(hardware: HardwareProfile) -> int:
+    """CPU devices for the state: a multiple of the GPUs that leaves an eighth of the cores free.
+
+    Measured on 16 cores: 12 and 14 devices update faster than 16 while copies run beside.
+    """
+    usable = hardware.num_host_cores - max(1, hardware.num_host_cores // 8)
+    return max(1, usable // hardware.num_devices) * hardware.num_devices
+
+
+def default_block_size(workload: Workload, num_host_devices: int) -> int:
+    """The largest block up to 16,384 that pads single layers by no more than 2 %."""
+    block_size = MAX_BLOCK_SIZE
+    while block_size > MIN_BLOCK_SIZE:
+        padded = chunk_stages(workload, 1, block_size, num_host_devices).padded_parameters
+        if padded <= (1 + MAX_PADDING) * workload.num_parameters:
+            break
+        block_size //= 2
+    return block_size
+
+
+def candidates(
+    workload: Workload,
+    batch: BatchShape,
+    hardware: HardwareProfile,
+    choices: Choices,
+    *,
+    update_policy: UpdatePolicy,
+    compute_dtype: ComputeDtype,
+) -> Iterator[Iterator[Strategy]]:
+    """Families of strategies; within one, the first that fits is the best of it.
+
+    Args:
+      workload: the model.
+      batch: rows of a step over all devices.
+      hardware: the host and its devices.
+      choices: what is decided already.
+      update_policy: as in `Strategy`.
+      compute_dtype: as in `Strategy`.
+    """
+    num_devices = hardware.num_devices
+    pieces = choices.num_host_devices or default_num_host_devices(hardware)
+    rows_per_device = -(-batch.num_rows // num_devices)
+    base = partial(
+        Strategy,
+        update_policy=update_policy,
+        compute_dtype=compute_dtype,
+        num_host_devices=pieces,
+        block_size=choices.block_size or default_block_size(workload, pieces),
+    )
+    weight_routes = WEIGHT_ROUTES if num_devices > 1 else WEIGHT_ROUTES[:1]
+    gradient_routes = GRADIENT_ROUTES if num_devices > 1 else GRADIENT_ROUTES[:1]
+    for layers in _chunk_sizes(len(workload.layers), choices.layers_per_chunk):
+        for rows in _microbatch_rows(rows_per_device, choices.rows_per_microbatch):
+            for weight_route in _chosen(choices.weight_route, weight_routes):
+                for gradient_route in _chosen(choices.gradient_route, gradient_routes):
+                    for depth in _chosen(choices.prefetch_depth, PREFETCH_DEPTHS):
+                        strategy = base(
+                            layers_per_chunk=layers,
+                            rows_per_microbatch=rows,
+                            num_microbatches=-(-rows_per_device // rows),
+                            weight_route=weight_route,
+                            gradient_route=gradient_route,
+                            prefetch_depth=depth,
+                            weight_slots=depth + SLOTS_BESIDE_PREFETCH,
+                        )
+                        yield _by_loss_chunk(
+                            strategy, rows * batch.seq_length, choices.loss_chunk_tokens
+                        )
+
+
+def _chosen(choice: _T | None, options: tuple[_T, ...]) -> tuple[_T, ...]:
+    return options if choice is None else (choice,)
+
+
+def _by_loss_chunk(strategy: Strategy, tokens: int, choice: int | None) -> Iterator[Strategy]:
+    """Loss chunks from large, which is faster, to small, which is smaller."""
+    sizes = sorted({min(size, tokens) for size in _chosen(choice, LOSS_CHUNKS_TOKENS)})
+    for size in reversed(sizes):
+        yield replace(strategy, loss_chunk_tokens=size)
+
+
+def _chunk_sizes(num_layers: int, choice: int | None) -> list[int]:
+    """The smallest chunk size for each number of chunks: others only shift layers to the end."""
+    if choice is not None:
+        return [min(choice, num_layers)]
+    return sorted({-(-num_layers // num_chunks) for num_chunks in range(1, num_layers + 1)})
+
+
+def _microbatch_rows(rows_per_device: int, choice: int | None) -> list[int]:
+    """Divisors of a device's rows (no filler rows) and powers of two."""
+    if choice is not None:
+        return [choice]
+    return [
+        rows
+        for rows in range(1, rows_per_device + 1)
+        if rows_per_device % rows == 0 or rows & (rows - 1) == 0
+    ]

@@ -1,0 +1,100 @@
+"""Where a strategy does not fit: the limit, the need, what dominates it and what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from planner.hardware import GIB
+from planner.memory import MemoryUse
+
+LimitName = Literal["device memory", "host memory"]
+
+_NOT_TO_CHANGE = ("runtime_reserve", "allocator_fragmentation")
+
+_ADVICE: Mapping[str, str] = {
+    "layer_weights": "use devices with more memory: a window of single layers does not fit",
+    "embedding_weights": "use devices with more memory",
+    "head_weights": "use devices with more memory",
+    "boundary_activations": "use fewer tokens per step and device (fewer rows, or more devices)",
+    "recompute_residuals": "use shorter sequences",
+    "layer_workspace": "use shorter sequences",
+    "layer_gradients": "use devices with more memory",
+    "tied_embedding_gradient": "use devices with more memory",
+    "embedding_gradient": "use devices with more memory",
+    "head_gradient": "use devices with more memory",
+    "logits": "use a smaller loss_chunk_tokens",
+    "batch_arrays": "use fewer tokens per step",
+    "master_weights": "use a host with more memory or a smaller model",
+    "optimizer_state": "use an optimizer with less state (bf16 moments, one moment or none), or a "
+    "host with more memory",
+    "waiting_gradients": "use bfloat16 compute or gradient_route reduce_scatter",
+    "pinned_pool_overhead": "use fewer layers per chunk",
+    "compute_devices": "use fewer compute devices or fewer tokens per step",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limit:
+    """One limit that is exceeded.
+
+    Attributes:
+      name: which memory.
+      need_bytes: predicted use.
+      have_bytes: the budget.
+      dominant: the largest category that a change of the job can reduce.
+      dominant_bytes: its size.
+    """
+
+    name: LimitName
+    need_bytes: float
+    have_bytes: float
+    dominant: str
+    dominant_bytes: float
+
+    @property
+    def advice(self) -> str:
+        """What to change."""
+        return _ADVICE[self.dominant]
+
+    def describe(self) -> str:
+        """One line for the user."""
+        return (
+            f"{self.name}: needs {self.need_bytes / GIB:.1f} GiB, has "
+            f"{self.have_bytes / GIB:.1f} GiB; largest part {self.dominant} "
+            f"{self.dominant_bytes / GIB:.1f} GiB; {self.advice}"
+        )
+
+
+def exceeded_limits(
+    memory: MemoryUse, device_budget_bytes: float, host_budget_bytes: float
+) -> tuple[Limit, ...]:
+    """All limits that `memory` exceeds, none when it fits.
+
+    Args:
+      memory: predicted use.
+      device_budget_bytes: what each device may use.
+      host_budget_bytes: what the host may use.
+    """
+    checks: tuple[tuple[LimitName, Mapping[str, float], float], ...] = (
+        ("device memory", memory.device, device_budget_bytes),
+        ("host memory", memory.host, host_budget_bytes),
+    )
+    return tuple(
+        _limit(name, parts, budget)
+        for name, parts, budget in checks
+        if sum(parts.values()) > budget
+    )
+
+
+def _limit(name: LimitName, parts: Mapping[str, float], budget: float) -> Limit:
+    changeable = {part: size for part, size in parts.items() if part not in _NOT_TO_CHANGE}
+    dominant = max(changeable, key=lambda part: changeable[part])
+    return Limit(
+        name=name,
+        need_bytes=sum(parts.values()),
+        have_bytes=budget,
+        dominant=dominant,
+        dominant_bytes=changeable[dominant],
+    )

@@ -1,0 +1,305 @@
+"""The fastest strategy that fits: an exact search over the candidates, pruned by lower bounds.
+
+Every candidate's memory is computed; those that fit are sorted by a lower bound of their step time
+and simulated in that order until the bound of the next is no better than the best time found. So
+the result is the best of all candidates, and a larger budget can only add candidates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.candidates import Choices, candidates
+from planner.durations import chunk_durations
+from planner.errors import PlanError
+from planner.hardware import COMPUTE_DTYPES, GIB, ComputeDtype, HardwareProfile
+from planner.limits import Limit, LimitName, exceeded_limits
+from planner.memory import ADAMW_STATE_BYTES, MemoryUse, memory_use
+from planner.step_time import StepTime, lower_bound_s, step_time
+from planner.strategy import UPDATE_POLICIES, Strategy, UpdatePolicy
+from planner.workload import BatchShape, Workload
+
+NUM_RUNNERS_UP = 3
+NUM_REJECTED = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """A strategy that fits, with its prediction."""
+
+    strategy: Strategy
+    memory: MemoryUse
+    time: StepTime
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejected:
+    """A strategy that might be faster but does not fit.
+
+    Attributes:
+      strategy: the strategy.
+      lower_bound_s: seconds that its step takes at least.
+      limits: what it exceeds; the first binds.
+    """
+
+    strategy: Strategy
+    lower_bound_s: float
+    limits: tuple[Limit, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to run and what to expect.
+
+    Attributes:
+      workload: the model.
+      batch: rows of a step.
+      hardware: the host and its devices.
+      optimizer_state_bytes: optimizer state per parameter in bytes.
+      device_budget_bytes: what each device was allowed.
+      host_budget_bytes: what the host was allowed.
+      chosen: the strategy to run.
+      runners_up: the next best that fit, best first.
+      rejected: potentially faster ones that do not fit, the most promising first.
+    """
+
+    workload: Workload
+    batch: BatchShape
+    hardware: HardwareProfile
+    optimizer_state_bytes: float
+    device_budget_bytes: float
+    host_budget_bytes: float
+    chosen: Alternative
+    runners_up: tuple[Alternative, ...]
+    rejected: tuple[Rejected, ...]
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy to run."""
+        return self.chosen.strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """The arguments of `plan` that candidates are evaluated with."""
+
+    workload: Workload
+    batch: BatchShape
+    hardware: HardwareProfile
+    optimizer_state_bytes: float
+    device_budget_bytes: float
+    host_budget_bytes: float
+
+    def memory(self, strategy: Strategy) -> MemoryUse:
+        return memory_use(
+            self.workload,
+            self.batch,
+            strategy,
+            self.hardware,
+            optimizer_state_bytes=self.optimizer_state_bytes,
+        )
+
+    def limits(self, memory: MemoryUse) -> tuple[Limit, ...]:
+        return exceeded_limits(memory, self.device_budget_bytes, self.host_budget_bytes)
+
+    def lower_bound_s(self, strategy: Strategy) -> float:
+        durations = chunk_durations(
+            self.workload,
+            self.batch,
+            strategy,
+            self.hardware,
+            optimizer_state_bytes=self.optimizer_state_bytes,
+        )
+        return lower_bound_s(durations, strategy, self.hardware)
+
+    def time(self, strategy: Strategy) -> StepTime:
+        return step_time(
+            self.workload,
+            self.batch,
+            strategy,
+            self.hardware,
+            optimizer_state_bytes=self.optimizer_state_bytes,
+        )
+
+
+def plan(
+    workload: Workload,
+    batch: BatchShape,
+    hardware: HardwareProfile,
+    *,
+    update_policy: UpdatePolicy = "deferred",
+    compute_dtype: ComputeDtype = "bfloat16",
+    optimizer_state_bytes: float = ADAMW_STATE_BYTES,
+    device_budget_bytes: float | None = None,
+    host_budget_bytes: float | None = None,
+    choices: Choices | None = None,
+) -> Plan:
+    """Pick the strategy with the shortest predicted step within the budgets.
+
+    Args:
+      workload: the model.
+      batch: rows of a step over all devices.
+      hardware: the host and its devices.
+      update_policy: `deferred` with clipping by global norm, `eager` without.
+      compute_dtype: dtype of forward and backward.
+      optimizer_state_bytes: optimizer state per parameter in bytes, AdamW's 8 by default.
+      device_budget_bytes: memory of each device that may be used; all of it by default.
+      host_budget_bytes: host memory that may be used; all of it by default.
+      choices: what the user has decided already.
+
+    Raises:
+      PlanError: the request is contradictory, or nothing fits. All limits are listed.
+    """
+    choices = choices or Choices()
+    job = _Job(
+        workload=workload,
+        batch=batch,
+        hardware=hardware,
+        optimizer_state_bytes=optimizer_state_bytes,
+        device_budget_bytes=_or(device_budget_bytes, hardware.device_memory_bytes),
+        host_budget_bytes=_or(host_budget_bytes, hardware.host_memory_bytes),
+    )
+    _check_request(job, choices, update_policy, compute_dtype)
+    fitting: list[tuple[float, Strategy, MemoryUse]] = []
+    misfits: list[tuple[Strategy, MemoryUse]] = []
+    families = candidates(
+        workload,
+        batch,
+        hardware,
+        choices,
+        update_policy=update_policy,
+        compute_dtype=compute_dtype,
+    )
+    for family in families:
+        for strategy in family:
+            memory = job.memory(strategy)
+            if not job.limits(memory):
+                fitting.append((job.lower_bound_s(strategy), strategy, memory))
+                break
+            misfits.append((strategy, memory))
+    if not fitting:
+        raise PlanError(_nothing_fits(job, [memory for _, memory in misfits], choices))
+    ranked = _simulate_best(job, fitting)
+    return Plan(
+        workload=workload,
+        batch=batch,
+        hardware=hardware,
+        optimizer_state_bytes=optimizer_state_bytes,
+        device_budget_bytes=job.device_budget_bytes,
+        host_budget_bytes=job.host_budget_bytes,
+        chosen=ranked[0],
+        runners_up=tuple(ranked[1 : 1 + NUM_RUNNERS_UP]),
+        rejected=_most_promising(job, misfits, ranked[0].time.step_s),
+    )
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _check_request(job: _Job, choices: Choices, update_policy: str, compute_dtype: str) -> None:
+    """Reports everything that is wrong with the request at once."""
+    batch, hardware = job.batch, job.hardware
+    problems = []
+    for name, budget, size in (
+        ("device_budget_bytes", job.device_budget_bytes, hardware.device_memory_bytes),
+        ("host_budget_bytes", job.host_budget_bytes, hardware.host_memory_bytes),
+    ):
+        if not 0 < budget <= size:
+            problems.append(
+                f"{name} is {budget / GIB:.2f} GiB; {hardware.name} has {size / GIB:.2f} GiB, use "
+                "more than 0 and at most that"
+            )
+    if update_policy not in UPDATE_POLICIES:
+        problems.append(f"update_policy is {update_policy!r}; allowed: {UPDATE_POLICIES}")
+    if compute_dtype not in COMPUTE_DTYPES:
+        problems.append(f"compute_dtype is {compute_dtype!r}; allowed: {COMPUTE_DTYPES}")
+    for name in Choices.__dataclass_fields__:
+        value = getattr(choices, name)
+        if isinstance(value, int) and value < 1:
+            problems.append(f"{name} is {value}; it must be at least 1")
+    rows = choices.rows_per_microbatch
+    per_device = -(-batch.num_rows // hardware.num_devices)
+    if rows is not None and rows > per_device:
+        problems.append(
+            f"rows_per_microbatch is {rows}, but the {batch.num_rows} rows of a step give each of "
+            f"{hardware.num_devices} devices {per_device}; use at most that, or more rows"
+        )
+    pieces = choices.num_host_devices
+    if pieces is not None and pieces % hardware.num_devices:
+        problems.append(
+            f"num_host_devices is {pieces}; it must be a multiple of the {hardware.num_devices} "
+            "compute devices"
+        )
+    if problems:
+        raise PlanError("; ".join(problems) + ".")
+
+
+def _simulate_best(
+    job: _Job, fitting: list[tuple[float, Strategy, MemoryUse]]
+) -> list[Alternative]:
+    """The best candidate and what else was simulated on the way, fastest first."""
+    done: list[Alternative] = []
+    best_s = float("inf")
+    for lower_s, strategy, memory in sorted(fitting, key=lambda item: item[0]):
+        if lower_s >= best_s and len(done) > NUM_RUNNERS_UP:
+            break
+        time = job.time(strategy)
+        best_s = min(best_s, time.step_s)
+        done.append(Alternative(strategy=strategy, memory=memory, time=time))
+    return sorted(done, key=lambda item: (item.time.step_s, item.memory.device_bytes))
+
+
+def _most_promising(
+    job: _Job, misfits: list[tuple[Strategy, MemoryUse]], best_s: float
+) -> tuple[Rejected, ...]:
+    """Misfits that could beat `best_s`; one for each binding limit and what dominates it."""
+    bounds = sorted(
+        ((job.lower_bound_s(strategy), index) for index, (strategy, _) in enumerate(misfits)),
+    )
+    rejected: dict[tuple[str, str], Rejected] = {}
+    for lower_s, index in bounds:
+        if lower_s >= best_s or len(rejected) == NUM_REJECTED:
+            break
+        strategy, memory = misfits[index]
+        limits = job.limits(memory)
+        key = (limits[0].name, limits[0].dominant)
+        rejected.setdefault(key, Rejected(strategy=strategy, lower_bound_s=lower_s, limits=limits))
+    return tuple(rejected.values())
+
+
+def _nothing_fits(job: _Job, tried: list[MemoryUse], choices: Choices) -> str:
+    """One line per limit, from the candidates that need least of it."""
+    limits = [
+        *_limit_of_leanest(job, tried, "device memory"),
+        *_limit_of_leanest(job, tried, "host memory"),
+    ]
+    if not limits:  # each can be met alone but not both together: show the closest
+        closest = min(
+            (job.limits(memory) for memory in tried),
+            key=lambda exceeded: sum(limit.need_bytes / limit.have_bytes for limit in exceeded),
+        )
+        limits = list(closest)
+    decided = {
+        name: getattr(choices, name)
+        for name in Choices.__dataclass_fields__
+        if getattr(choices, name) is not None
+    }
+    lines = [
+        f"{job.workload.name} with {job.batch.num_rows} rows of {job.batch.seq_length} tokens per "
+        f"step does not fit {job.hardware.num_devices} x {job.hardware.name}, even with the "
+        f"leanest of {len(tried)} strategies tried:",
+        *(f"- {limit.describe()}." for limit in limits),
+    ]
+    if decided:
+        fixed = ", ".join(f"{name}={value}" for name, value in decided.items())
+        lines.append(f"Leaving these to the planner widens the search: {fixed}.")
+    return "\n".join(lines)
+
+
+def _limit_of_leanest(job: _Job, tried: list[MemoryUse], name: LimitName) -> list[Limit]:
+    """The limit `name` of the candidate that needs least of it, none if that one meets it."""
+    leanest = min(
+        tried, key=lambda use: use.device_bytes if name == "device memory" else use.host_bytes
+    )
+    return [limit for limit in job.limits(leanest) if limit.name == name]
