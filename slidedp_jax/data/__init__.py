@@ -1,0 +1,47 @@
+"""From files to the arrays of each training step.
+
+    tokenizer = load_tokenizer(model_folder)
+    examples, report = load_examples(files, tokenizer, ExampleSettings(max_seq_length=2048))
+    source = BatchSource(examples, max_seq_length=2048, step_size=StepSize(per_device=8))
+    for batch in source: ...
+
+`records` and `rows` read files, `tokenizer` and `chat_template` read the model folder, `spans`
+finds what the assistant said, `tokenize` turns rows into `examples` and a `report`, `packing` and
+`batches` make rows and steps, `preview` shows one example. NumPy only; no JAX, no PyTorch.
+"""
+
+from slidedp_jax.data.batches import BatchSource, StepBatch, StepSize, row_widths
+from slidedp_jax.data.chat_template import ChatTemplate, ChatTemplateError
+from slidedp_jax.data.example_settings import ExampleSettings
+from slidedp_jax.data.examples import IGNORED, Examples, ExamplesBuilder
+from slidedp_jax.data.packing import RowPlan, one_per_row, pack
+from slidedp_jax.data.preview import preview
+from slidedp_jax.data.records import RowError, read_records
+from slidedp_jax.data.report import DataReport
+from slidedp_jax.data.rows import parse_row
+from slidedp_jax.data.tokenize import load_examples
+from slidedp_jax.data.tokenizer import Tokenizer, load_tokenizer
+
+__all__ = [
+    "IGNORED",
+    "BatchSource",
+    "ChatTemplate",
+    "ChatTemplateError",
+    "DataReport",
+    "ExampleSettings",
+    "Examples",
+    "ExamplesBuilder",
+    "RowError",
+    "RowPlan",
+    "StepBatch",
+    "StepSize",
+    "Tokenizer",
+    "load_examples",
+    "load_tokenizer",
+    "one_per_row",
+    "pack",
+    "parse_row",
+    "preview",
+    "read_records",
+    "row_widths",
+]

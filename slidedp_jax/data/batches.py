@@ -1,0 +1,304 @@
+"""The rows of each training step, in a seeded order that can be resumed at once.
+
+An epoch is one permutation of the rows that depends on (seed, epoch) only, made by grain and read
+by random access. A step takes the next `rows_per_step` rows; what is left at an epoch's end makes
+one smaller step, so each row is used exactly once per epoch whatever the batch size, and steps per
+epoch are `ceil(rows / rows_per_step)`. The number of devices plays no part. After the last row
+another epoch begins: `max_steps` beyond the data repeats epochs, each in its own order.
+
+The position is (epoch, row within the epoch), so restoring costs the same at any step, and a run
+may continue with another batch size.
+
+Shapes: packed rows all have the width `max_seq_length`, rounded up to `pad_to_multiple_of`. Padded
+rows get the smallest of at most eight widths that holds the longest row of the step (see
+`row_widths`), since each new width is compiled anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+
+from slidedp_jax.data.examples import IGNORED, Examples
+from slidedp_jax.data.packing import one_per_row, pack
+from slidedp_jax.errors import UserError
+
+_MAX_WIDTHS = 8
+_STATE_FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSize:
+    """Rows of one optimizer step: a product of three settings.
+
+    Attributes:
+      per_device: rows that a device computes at once (micro batch).
+      accumulation: micro batches per step.
+      num_devices: devices.
+    """
+
+    per_device: int
+    accumulation: int = 1
+    num_devices: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("per_device", "accumulation", "num_devices"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+    @property
+    def rows(self) -> int:
+        """Rows per step."""
+        return self.per_device * self.accumulation * self.num_devices
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rows} = micro batch {self.per_device} x accumulation {self.accumulation} x "
+            f"{self.num_devices} device{'s' if self.num_devices > 1 else ''}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepBatch:
+    """Rows of one step.
+
+    Attributes:
+      arrays: int32 [R, T] each: `input_ids`; `labels` (aligned with the inputs, -100 where nothing
+        is supervised; not shifted); `positions`, from 0 in each document; `segment_ids`, 0 for
+        padding and 1, 2, ... for a row's documents. Padding is on the right.
+      row_ids: numbers of the input rows in it, batch row by batch row.
+      num_tokens: tokens that are not padding.
+      num_supervised_tokens: labels that are not -100.
+      one_document_per_row: no row holds a second document, so that causal attention alone keeps
+        documents apart (padding is on the right).
+      epoch: epoch of its rows, from 0.
+    """
+
+    arrays: dict[str, np.ndarray]
+    row_ids: list[int]
+    num_tokens: int
+    num_supervised_tokens: int
+    one_document_per_row: bool
+    epoch: int
+
+
+@final
+class BatchSource:
+    """Endless iterator over steps.
+
+    Attributes:
+      num_rows: rows of an epoch (packed rows count once).
+      rows_per_step: rows of a step.
+      steps_per_epoch: steps of a whole epoch, the smaller last one included.
+      widths: the widths that batches can have.
+      density: tokens over the area of all rows at full width.
+    """
+
+    def __init__(
+        self,
+        examples: Examples,
+        *,
+        max_seq_length: int,
+        step_size: StepSize | int,
+        seed: int = 42,
+        packing: bool = False,
+        shuffle: bool = True,
+        pad_id: int = 0,
+        pad_to_multiple_of: int = 8,
+    ):
+        """Plan the rows.
+
+        Args:
+          examples: what `load_examples` gave, none longer than `max_seq_length`.
+          max_seq_length: most tokens of a row.
+          step_size: rows per step.
+          seed: of the order, 0 to 2**32 - 1.
+          packing: several documents per row, kept apart by segment ids.
+          shuffle: False keeps the order of the examples (for evaluation).
+          pad_id: fills `input_ids`; never supervised.
+          pad_to_multiple_of: widths are multiples of it.
+
+        Raises:
+          UserError: an example is too long, or a setting is out of its range.
+        """
+        if not 0 <= seed < 2**32:
+            raise UserError(f"the seed of the data order is {seed}; it must be 0 to 2**32 - 1")
+        if pad_to_multiple_of < 1:
+            raise UserError(f"pad_to_multiple_of is {pad_to_multiple_of}; it must be at least 1")
+        longest = int(examples.lengths.max(initial=0))
+        if not 0 < longest <= max_seq_length:
+            raise UserError(
+                f"the longest example has {longest:,} tokens, rows take 1 to {max_seq_length:,}; "
+                "prepare the examples with the same max_seq_length"
+            )
+        self._step_size = (
+            StepSize(per_device=step_size) if isinstance(step_size, int) else step_size
+        )
+        self._examples = examples
+        self._plan = (
+            pack(examples.lengths, max_seq_length) if packing else one_per_row(len(examples))
+        )
+        self._packing = packing
+        self._seed = seed
+        self._shuffle = shuffle
+        self._pad_id = pad_id
+        self._position = (0, 0)
+        self.num_rows = len(self._plan)
+        self.rows_per_step = self._step_size.rows
+        self.steps_per_epoch = math.ceil(self.num_rows / self.rows_per_step)
+        widths = row_widths(max_seq_length, pad_to_multiple_of)
+        self.widths = widths[-1:] if packing else widths
+        self.density = examples.num_tokens / (self.num_rows * self.widths[-1])
+        self._order = _row_order(self.num_rows, seed if shuffle else None)
+
+    def require_whole_step(self) -> None:
+        """Refuse data that does not fill one optimizer step; training calls this, evaluation not.
+
+        Raises:
+          UserError: fewer rows than a step takes.
+        """
+        if self.num_rows >= self.rows_per_step:
+            return
+        packed = f" (packed from {len(self._examples):,} examples)" if self._packing else ""
+        raise UserError(
+            f"the training data has {self.num_rows:,} rows{packed}, fewer than one optimizer step "
+            f"takes: {self._step_size}; lower the micro batch, the accumulation or the number of "
+            "devices, or give more rows"
+        )
+
+    def num_steps(self, num_epochs: float) -> int:
+        """Steps of so many epochs from the start; a part of an epoch is rounded up to a step."""
+        whole, part = divmod(num_epochs, 1)
+        return int(whole) * self.steps_per_epoch + math.ceil(round(part * self.steps_per_epoch, 6))
+
+    def steps_left_in_epoch(self) -> int:
+        """Steps from the present position to the epoch's end."""
+        return math.ceil((self.num_rows - self._position[1]) / self.rows_per_step)
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        return self
+
+    def __next__(self) -> StepBatch:
+        """The next step's rows; never ends."""
+        epoch, start = self._position
+        stop = min(start + self.rows_per_step, self.num_rows)
+        batch = self.batch(epoch, start, stop)
+        self._position = (epoch + 1, 0) if stop == self.num_rows else (epoch, stop)
+        return batch
+
+    def one_epoch(self, epoch: int = 0) -> Iterator[StepBatch]:
+        """All steps of an epoch, apart from the iterator's own position (for evaluation)."""
+        for start in range(0, self.num_rows, self.rows_per_step):
+            yield self.batch(epoch, start, min(start + self.rows_per_step, self.num_rows))
+
+    def batch(self, epoch: int, start: int, stop: int) -> StepBatch:
+        """Rows `start` to `stop` of an epoch's order."""
+        rows = [self._order[epoch * self.num_rows + i] % self.num_rows for i in range(start, stop)]
+        members = [self._plan.row(row) for row in rows]
+        return self._assemble(members, epoch)
+
+    def _assemble(self, rows: list[np.ndarray], epoch: int) -> StepBatch:
+        lengths = [int(self._examples.lengths[members].sum()) for members in rows]
+        width = next(w for w in self.widths if w >= max(lengths))
+        shape = (len(rows), width)
+        input_ids = np.full(shape, self._pad_id, np.int32)
+        labels = np.full(shape, IGNORED, np.int32)
+        positions = np.zeros(shape, np.int32)
+        segment_ids = np.zeros(shape, np.int32)
+        for r, members in enumerate(rows):
+            begin = 0
+            for segment, index in enumerate(members, start=1):
+                end = begin + int(self._examples.lengths[index])
+                input_ids[r, begin:end] = self._examples.input_ids(index)
+                labels[r, begin:end] = self._examples.labels(index)
+                positions[r, begin:end] = np.arange(end - begin)
+                segment_ids[r, begin:end] = segment
+                begin = end
+        return StepBatch(
+            arrays={
+                "input_ids": input_ids,
+                "labels": labels,
+                "positions": positions,
+                "segment_ids": segment_ids,
+            },
+            row_ids=[int(i) for i in self._examples.row_ids[np.concatenate(rows)]],
+            num_tokens=sum(lengths),
+            num_supervised_tokens=int(np.count_nonzero(labels != IGNORED)),
+            one_document_per_row=all(len(members) == 1 for members in rows),
+            epoch=epoch,
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Position and what it refers to; small, JSON-able."""
+        epoch, next_row = self._position
+        return {"epoch": epoch, "next_row": next_row, **self._identity()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue at a stored position, in constant time.
+
+        The rows per step may differ from those of the stored run: the epoch's remaining rows are
+        then taken in steps of the new size.
+
+        Raises:
+          UserError: the state was made from other data or another order.
+        """
+        mine = self._identity()
+        other = [
+            f"{key} was {state.get(key)!r}, is {value!r}"
+            for key, value in mine.items()
+            if state.get(key) != value
+        ]
+        if other:
+            raise UserError(
+                "the stored data position belongs to other data or another order: "
+                f"{'; '.join(other)}. Resume with the same files, tokenizer, template, "
+                "max_seq_length, packing and seed, or start a new run"
+            )
+        epoch, next_row = int(state["epoch"]), int(state["next_row"])
+        if epoch < 0 or not 0 <= next_row < self.num_rows:
+            raise UserError(
+                f"the stored data position is epoch {epoch}, row {next_row} of {self.num_rows}; "
+                "the stored state is damaged"
+            )
+        self._position = (epoch, next_row)
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "format": _STATE_FORMAT,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "packing": self._packing,
+            "num_rows": self.num_rows,
+            "data": self._examples.fingerprint,
+        }
+
+
+def row_widths(max_seq_length: int, pad_to_multiple_of: int = 8) -> tuple[int, ...]:
+    """Widths that padded rows can have, ascending; the last holds any row.
+
+    Multiples of an eighth of `max_seq_length`, the eighth rounded up to a multiple of 64 and of
+    `pad_to_multiple_of`: at most eight widths. Rows are at most an eighth wider than the longest
+    needs, or 64 tokens.
+    """
+    unit = math.lcm(64, pad_to_multiple_of)
+    full = _round_up(max_seq_length, pad_to_multiple_of)
+    quantum = _round_up(math.ceil(max_seq_length / _MAX_WIDTHS), unit)
+    return (*range(quantum, full, quantum), full)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _row_order(num_rows: int, seed: int | None) -> Any:
+    """Endless order of rows by random access: index = epoch * num_rows + place -> row."""
+    import grain  # here, as it imports JAX where that is installed
+
+    rows = grain.MapDataset.range(num_rows)
+    if seed is not None:
+        rows = rows.seed(seed).shuffle()
+    return rows.repeat()

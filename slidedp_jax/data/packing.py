@@ -1,0 +1,109 @@
+"""Putting examples into rows of a fixed length.
+
+Best fit decreasing: the longest example first, each into the fullest row that still takes it, else
+into a new one. The result depends on the lengths alone, so a resumed run packs as the first did; it
+is made once, and epochs differ in the order of the rows. Examples are never cut.
+
+Which rows have a given room left is kept as lists by room, and which rooms occur as the bits of one
+integer, so that the fullest fitting row is the lowest set bit from a length on: about a microsecond
+per example, whatever the number of rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+
+from slidedp_jax.errors import UserError
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowPlan:
+    """Which examples lie in which row.
+
+    Attributes:
+      members: int64 [examples]: indices of examples, row after row.
+      offsets: int64 [rows + 1]: row r holds `members[offsets[r]:offsets[r + 1]]`.
+    """
+
+    members: np.ndarray
+    offsets: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def row(self, index: int) -> np.ndarray:
+        """Examples of a row, in their order within it."""
+        return self.members[self.offsets[index] : self.offsets[index + 1]]
+
+
+def one_per_row(num_examples: int) -> RowPlan:
+    """Each example in a row of its own, in order."""
+    return RowPlan(
+        members=np.arange(num_examples, dtype=np.int64),
+        offsets=np.arange(num_examples + 1, dtype=np.int64),
+    )
+
+
+def pack(lengths: np.ndarray, max_seq_length: int) -> RowPlan:
+    """Pack examples into as few rows as best fit decreasing finds.
+
+    Rows come in the order of their first example, and a row's examples in their own order.
+
+    Args:
+      lengths: tokens per example, each at least 1.
+      max_seq_length: most tokens of a row.
+
+    Raises:
+      UserError: an example is longer than a row.
+    """
+    lengths = np.asarray(lengths, np.int64)
+    if len(lengths) == 0:
+        return one_per_row(0)
+    longest = int(np.argmax(lengths))
+    if lengths[longest] > max_seq_length:
+        raise UserError(
+            f"example {longest} has {lengths[longest]:,} tokens and cannot be packed into rows of "
+            f"{max_seq_length:,}; prepare the examples with the same max_seq_length"
+        )
+    order = np.argsort(-lengths, kind="stable")
+    row_of = np.empty(len(lengths), np.int64)
+    row_of[order] = _best_fit(lengths[order].tolist(), max_seq_length)
+    # Number rows by their smallest example, then list examples by (row, example).
+    _, first = np.unique(row_of, return_index=True)
+    rank = np.empty(len(first), np.int64)
+    rank[np.argsort(first, kind="stable")] = np.arange(len(first))
+    row_of = rank[row_of]
+    sizes = np.bincount(row_of)
+    return RowPlan(
+        members=np.argsort(row_of, kind="stable").astype(np.int64),
+        offsets=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
+    )
+
+
+def _best_fit(descending: list[int], room: int) -> list[int]:
+    """Row of each length, rows counted as they are opened."""
+    by_room: list[list[int]] = [[] for _ in range(room + 1)]
+    occupied = 0  # bit r is set when by_room[r] is not empty
+    rows = []
+    opened = 0
+    for length in descending:
+        fitting = occupied >> length
+        if fitting:
+            left = length + (fitting & -fitting).bit_length() - 1
+            candidates = by_room[left]
+            row = candidates.pop()
+            if not candidates:
+                occupied ^= 1 << left
+        else:
+            row, left = opened, room
+            opened += 1
+        left -= length
+        if left:
+            by_room[left].append(row)
+            occupied |= 1 << left
+        rows.append(row)
+    return rows

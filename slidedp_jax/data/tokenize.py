@@ -1,0 +1,190 @@
+"""Files -> tokenised examples, and the count of what was dropped or cut.
+
+An example's first token has nothing before it that could predict it and is never supervised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slidedp_jax.data.encode import Encoded, Encoder
+from slidedp_jax.data.example_settings import ExampleSettings, OverLong
+from slidedp_jax.data.examples import Examples, ExamplesBuilder
+from slidedp_jax.data.records import Record, RowError, read_records
+from slidedp_jax.data.report import DROP_REASONS, DataReport, Tally
+from slidedp_jax.data.rows import ChatRow, CompletionRow, Row, TextRow, parse_row
+from slidedp_jax.data.tokenizer import Tokenizer
+from slidedp_jax.errors import UserError
+
+_ROWS_AT_ONCE = 128  # enough to occupy the tokenizer's threads; their encodings are short-lived
+_BAD_ROWS_SHOWN = 5
+
+
+def load_examples(
+    paths: Sequence[str | Path],
+    tokenizer: Tokenizer | None,
+    settings: ExampleSettings,
+    *,
+    vocab_size: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> tuple[Examples, DataReport]:
+    """Read and tokenise files.
+
+    Args:
+      paths: see `read_records`.
+      tokenizer: may be None when all rows are pre-tokenised.
+      settings: how rows become examples.
+      vocab_size: number of ids that the model's embedding has; larger ids are an error.
+      progress: called now and then with the number of rows read so far.
+
+    Returns:
+      The examples in the order of the rows, and the report.
+
+    Raises:
+      RowError: a malformed row, unless `skip_bad_rows`.
+      UserError: an unusable file, an id beyond the vocabulary, an over-long row under `raise`, or
+        nothing left to train on.
+    """
+    tally, builder = Tally(), ExamplesBuilder()
+    encoder = Encoder(tokenizer, settings, tally.notes)
+    records = enumerate(islice(read_records(paths), settings.max_rows))
+    for chunk in _chunks(records, _ROWS_AT_ONCE):
+        rows = []
+        for row_id, record in chunk:
+            tally.rows_in += 1
+            row = _parsed(record, settings, tally)
+            if row is not None:
+                rows.append((row_id, row))
+        for (row_id, row), encoded in zip(
+            rows, encoder.encode([row for _, row in rows]), strict=True
+        ):
+            if isinstance(encoded, RowError):
+                _bad_row(encoded, settings, tally)
+                continue
+            _check_ids(encoded, row.source, vocab_size, tokenizer)
+            _keep_row(encoded, row, row_id, settings, tally, builder)
+        if progress is not None:
+            progress(tally.rows_in)
+    examples = builder.finish()
+    report = tally.report(
+        files=[str(path) for path in paths],
+        max_seq_length=settings.max_seq_length,
+        num_examples=len(examples),
+        num_tokens=examples.num_tokens,
+        num_supervised_tokens=examples.num_supervised_tokens,
+    )
+    if len(examples) == 0:
+        raise _nothing_left(report)
+    return examples, report
+
+
+def _chunks(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    iterator = iter(items)
+    while chunk := list(islice(iterator, size)):
+        yield chunk
+
+
+def _parsed(record: Record, settings: ExampleSettings, tally: Tally) -> Row | None:
+    try:
+        return parse_row(record, settings.columns)
+    except RowError as error:
+        _bad_row(error, settings, tally)
+        return None
+
+
+def _bad_row(error: RowError, settings: ExampleSettings, tally: Tally) -> None:
+    if not settings.skip_bad_rows:
+        raise RowError(f"{error}. (`skip_bad_rows` would count and skip such rows.)") from error
+    tally.drop("bad")
+    if len(tally.bad_rows) < _BAD_ROWS_SHOWN:
+        tally.bad_rows.append(str(error))
+
+
+def _nothing_left(report: DataReport) -> UserError:
+    reasons = ", ".join(f"{n:,} {DROP_REASONS[r]}" for r, n in sorted(report.dropped.items()))
+    return UserError(
+        f"none of the {report.rows_in:,} rows of {', '.join(report.files)} can be trained on: "
+        f"{reasons} (max_seq_length is {report.max_seq_length:,}, the longest row has "
+        f"{report.longest_row:,} tokens); raise max_seq_length, change over_long or keep, or check "
+        "loss_on and the files"
+    )
+
+
+def _check_ids(
+    encoded: Encoded, source: str, vocab_size: int | None, tokenizer: Tokenizer | None
+) -> None:
+    if vocab_size is None or len(encoded.input_ids) == 0:
+        return
+    position = int(np.argmax(encoded.input_ids))
+    token = int(encoded.input_ids[position])
+    if token >= vocab_size:
+        known = ""
+        if tokenizer is not None:
+            text = tokenizer.backend.id_to_token(token)
+            known = f" ({text!r})" if text else ""
+        raise UserError(
+            f"{source}: token {position} has the id {token}{known}, but the model's vocabulary has "
+            f"{vocab_size} ids; the tokenizer or the token ids belong to another model"
+        )
+
+
+def _keep_row(
+    encoded: Encoded,
+    row: Row,
+    row_id: int,
+    settings: ExampleSettings,
+    tally: Tally,
+    builder: ExamplesBuilder,
+) -> None:
+    """Apply the length policy and add what is left, or count why nothing is."""
+    length, limit = len(encoded.input_ids), settings.max_seq_length
+    tally.saw_length(length, row.source)
+    encoded.supervised[:1] = False
+    if not encoded.supervised.any():
+        tally.drop("no_supervised_tokens" if length else "empty", length)
+        return
+    windows = [slice(0, length)]
+    if length > limit:
+        policy = _policy(row, length, settings)
+        if policy == "drop":
+            tally.drop("over_long", length)
+            return
+        if policy == "split":
+            windows = [slice(start, start + limit) for start in range(0, length, limit)]
+        else:
+            windows = [
+                slice(0, limit) if settings.keep == "start" else slice(length - limit, length)
+            ]
+    kept = 0
+    for window in windows:
+        supervised = encoded.supervised[window].copy()
+        supervised[:1] = False
+        if supervised.any():
+            builder.append(encoded.input_ids[window], supervised, row_id)
+            kept += len(supervised)
+    if not kept:
+        tally.drop("supervised_tokens_cut_off", length)
+        return
+    tally.rows_kept += 1
+    tally.tokens_lost += length - kept
+    tally.split += len(windows) > 1
+    tally.truncated += length > limit and len(windows) == 1
+
+
+def _policy(row: Row, length: int, settings: ExampleSettings) -> OverLong:
+    if isinstance(row, TextRow) and row.whole_file:
+        return "split"
+    policy = settings.over_long
+    if policy == "raise" or (policy == "split" and isinstance(row, ChatRow | CompletionRow)):
+        why = "over_long is raise" if policy == "raise" else "only documents can be split"
+        raise UserError(
+            f"{row.source}: the row has {length:,} tokens, max_seq_length is "
+            f"{settings.max_seq_length:,}, and {why}; raise max_seq_length or set over_long to "
+            "truncate or drop"
+        )
+    return policy
