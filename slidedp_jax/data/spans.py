@@ -7,9 +7,9 @@ themselves:
    is text P; with that message it is F. If F begins with P and the whole rendering begins with F,
    the message is F without P, up to and with the special token that closes it.
 2. Substitution, for templates that render an earlier message differently once others follow (Qwen3
-   removes old reasoning): the message's content is replaced by a private string S and the whole is rendered
-   again. If the two renderings differ in one place only and S is all that stands there, that place
-   is the message; the special token after it, if any, closes it.
+   removes old reasoning): the message's content is replaced by a private string S and the whole is
+   rendered again. If the two renderings differ in one place only and S is all that stands there,
+   that place is the message; the special token after it, if any, closes it.
 
 What neither can separate is refused; nothing is guessed.
 """

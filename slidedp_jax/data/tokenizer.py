@@ -94,7 +94,7 @@ class Tokenizer:
         )
 
     def chat_template(self, tools: Sequence[Any] | None = None) -> ChatTemplate:
-        """The template of a conversation: `tool_use` where it exists and there are tools, or `default`.
+        """The template of a conversation: `tool_use` for one with tools, if present, or `default`.
 
         Raises:
           UserError: the folder has no chat template.
