@@ -176,7 +176,7 @@ def _packed_cudnn(
     *,
     window: int | None,
 ) -> jax.Array:
-    """Packed rows through cuDNN, documents given as offsets: neither masks nor work across documents.
+    """Packed rows through cuDNN, documents given as offsets: no mask, no work across documents.
 
     The softmax statistics that cuDNN keeps for the backward pass are float32 [B * M, N, T], with M
     the largest number of documents in a row.

@@ -18,7 +18,9 @@ def attention(q, k, v, segment_ids=None, window=None):
     if segment_ids is not None:
         same = segment_ids[:, :, None] == segment_ids[:, None, :]
         visible = visible & (same & (segment_ids > 0)[:, :, None])[:, None]
-    weights = jnp.where(visible, jnp.exp(scores - scores.max(axis=-1, keepdims=True)), 0.0)
+    scores = jnp.where(visible, scores, -np.inf)
+    highest = jnp.maximum(scores.max(axis=-1, keepdims=True), -1e30)
+    weights = jnp.exp(scores - highest)
     total = weights.sum(axis=-1, keepdims=True)
     weights = weights / jnp.where(total > 0, total, 1.0)
     return jnp.einsum("bnqk,bknh->bqnh", weights, v)
