@@ -1,0 +1,217 @@
+"""A plan as text for people and as plain data for JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from planner.chunking import chunk_stages
+from planner.hardware import GIB, MIB
+from planner.memory import MemoryUse
+from planner.search import Alternative, Plan, Rejected
+from planner.step_time import StepTime
+from planner.timeline import LANES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """How much work the whole job is.
+
+    Attributes:
+      total_tokens: tokens of the whole job, all epochs.
+      price_per_device_hour: in any currency; None leaves the cost out.
+    """
+
+    total_tokens: int
+    price_per_device_hour: float | None = None
+
+    def hours(self, plan: Plan) -> float:
+        """Hours of training, without start-up, evaluation and saving."""
+        return self.total_tokens / plan.chosen.time.tokens_per_s / 3600
+
+    def cost(self, plan: Plan) -> float | None:
+        """Price of those hours on all devices."""
+        if self.price_per_device_hour is None:
+            return None
+        return self.hours(plan) * plan.hardware.num_devices * self.price_per_device_hour
+
+
+def plan_as_dict(plan: Plan, completion: Completion | None = None) -> dict[str, Any]:
+    """Everything in a plan as dicts, lists, numbers and strings; SI units, named in the keys."""
+    result: dict[str, Any] = {
+        "model": {"name": plan.workload.name, "num_parameters": plan.workload.num_parameters},
+        "batch": asdict(plan.batch) | {"num_tokens": plan.batch.num_tokens},
+        "hardware": asdict(plan.hardware),
+        "optimizer_state_bytes": plan.optimizer_state_bytes,
+        "device_budget_bytes": plan.device_budget_bytes,
+        "host_budget_bytes": plan.host_budget_bytes,
+        "chosen": _alternative_as_dict(plan.chosen),
+        "runners_up": [_alternative_as_dict(other) for other in plan.runners_up],
+        "rejected": [_rejected_as_dict(other) for other in plan.rejected],
+        "notes": notes(plan),
+    }
+    if completion is not None:
+        result["completion"] = asdict(completion) | {
+            "hours": completion.hours(plan),
+            "cost": completion.cost(plan),
+        }
+    return result
+
+
+def _alternative_as_dict(alternative: Alternative) -> dict[str, Any]:
+    memory, time = alternative.memory, alternative.time
+    return {
+        "strategy": asdict(alternative.strategy),
+        "memory": {
+            "device_bytes": memory.device_bytes,
+            "device": dict(memory.device),
+            "device_phase": memory.device_phase,
+            "host_bytes": memory.host_bytes,
+            "host": dict(memory.host),
+            "pinned_pool_bytes": memory.pinned_pool_bytes,
+        },
+        "time": asdict(time) | {"busy_fraction": time.busy_fraction, "bottleneck": time.bottleneck},
+    }
+
+
+def _rejected_as_dict(rejected: Rejected) -> dict[str, Any]:
+    return {
+        "strategy": asdict(rejected.strategy),
+        "lower_bound_s": rejected.lower_bound_s,
+        "limits": [asdict(limit) | {"advice": limit.advice} for limit in rejected.limits],
+    }
+
+
+def plan_as_text(plan: Plan, completion: Completion | None = None) -> str:
+    """A page for the terminal; no trailing newline."""
+    chosen = plan.chosen
+    sections = [
+        _heading(plan),
+        _strategy_lines(plan),
+        _memory_lines(plan, chosen.memory),
+        _time_lines(chosen.time),
+        _other_lines(plan),
+        [f"note: {note}" for note in notes(plan)],
+    ]
+    if completion is not None:
+        cost = completion.cost(plan)
+        price = "" if cost is None else f", cost {cost:,.2f}"
+        hours = completion.hours(plan)
+        sections.append([f"{completion.total_tokens:,} tokens: {hours:.2f} h{price}"])
+    return "\n\n".join("\n".join(lines) for lines in sections if lines)
+
+
+def notes(plan: Plan) -> list[str]:
+    """What the user should know beside the figures."""
+    found = []
+    hardware, strategy, memory = plan.hardware, plan.strategy, plan.chosen.memory
+    if not hardware.provenance.startswith("measured"):
+        found.append(
+            f"the figures of {hardware.name} are not measured: expect larger errors than on "
+            "hardware that was"
+        )
+    if memory.pinned_pool_bytes > hardware.pinned_pool_limit_bytes:
+        need = -(-memory.pinned_pool_bytes // GIB)
+        found.append(
+            f"page-locked gradients need a pool of {need:.0f} GiB, above the default limit of "
+            f"{hardware.pinned_pool_limit_bytes / GIB:.0f} GiB: set "
+            f"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={need:.0f} or more before JAX starts"
+        )
+    rows = hardware.num_devices * strategy.num_microbatches * strategy.rows_per_microbatch
+    if rows != plan.batch.num_rows:
+        found.append(
+            f"{plan.batch.num_rows} rows per step leave {rows - plan.batch.num_rows} of {rows} "
+            "places to filler rows, which cost time"
+        )
+    return found
+
+
+def _heading(plan: Plan) -> list[str]:
+    batch, hardware = plan.batch, plan.hardware
+    return [
+        f"{plan.workload.name}, {batch.num_rows} rows x {batch.seq_length} = "
+        f"{batch.num_tokens:,} tokens per step",
+        f"on {hardware.num_devices} x {hardware.name} ({hardware.provenance})",
+    ]
+
+
+def _strategy_lines(plan: Plan) -> list[str]:
+    strategy = plan.strategy
+    chunks = chunk_stages(
+        plan.workload, strategy.layers_per_chunk, strategy.block_size, strategy.num_host_devices
+    )
+    values = asdict(strategy)
+    lines = [f"strategy ({len(chunks.layers)} layer chunks)"]
+    return lines + [f"  {name:<22} {value}" for name, value in values.items()]
+
+
+def _memory_lines(plan: Plan, memory: MemoryUse) -> list[str]:
+    per_parameter = memory.host_bytes / plan.workload.num_parameters
+    return [
+        f"memory of each device: {_size(memory.device_bytes)} of "
+        f"{_size(plan.device_budget_bytes)}, most in phase {memory.device_phase}",
+        *_parts(memory.device),
+        f"host memory: {_size(memory.host_bytes)} of {_size(plan.host_budget_bytes)}, "
+        f"{per_parameter:.1f} bytes per parameter",
+        *_parts(memory.host),
+    ]
+
+
+def _parts(parts: Mapping[str, float]) -> list[str]:
+    ordered = sorted(parts.items(), key=lambda item: -item[1])
+    return [f"  {name:<24} {_size(size):>12}" for name, size in ordered if size > 0]
+
+
+def _size(num_bytes: float) -> str:
+    if num_bytes >= 0.1 * GIB:
+        return f"{num_bytes / GIB:.2f} GiB"
+    return f"{num_bytes / MIB:.2f} MiB"
+
+
+def _time_lines(time: StepTime) -> list[str]:
+    lines = [
+        f"step: {time.step_s:.3f} s predicted, {time.tokens_per_s:,.0f} tokens/s, "
+        f"MFU {time.mfu:.1%}, HFU {time.hfu:.1%}",
+        f"  at least {time.lower_bound_s:.3f} s; lanes one after the other {time.upper_bound_s:.3f}"
+        f" s; a single step alone {time.single_step_s:.3f} s",
+        f"  {'lane':<14}{'busy s':>10}{'share':>9}{'compute waits s':>18}",
+    ]
+    for lane in LANES:
+        waits = "" if lane == "compute" else f"{time.exposed_s[lane]:.3f}"
+        lines.append(
+            f"  {lane:<14}{time.busy_s[lane]:>10.3f}{time.busy_fraction[lane]:>9.1%}{waits:>18}"
+        )
+    return lines
+
+
+def _other_lines(plan: Plan) -> list[str]:
+    lines = []
+    if plan.runners_up:
+        lines.append("next best")
+        lines += [
+            f"  {other.time.step_s:.3f} s, device {_size(other.memory.device_bytes)}: "
+            f"{_difference(other, plan.chosen)}"
+            for other in plan.runners_up
+        ]
+    if plan.rejected:
+        lines.append("perhaps faster, but does not fit")
+        lines += [
+            f"  from {other.lower_bound_s:.3f} s: {_short(other)}; {other.limits[0].describe()}"
+            for other in plan.rejected
+        ]
+    return lines
+
+
+def _difference(other: Alternative, chosen: Alternative) -> str:
+    ours, theirs = asdict(chosen.strategy), asdict(other.strategy)
+    return ", ".join(f"{name} {value}" for name, value in theirs.items() if value != ours[name])
+
+
+def _short(rejected: Rejected) -> str:
+    strategy = rejected.strategy
+    return (
+        f"layers_per_chunk {strategy.layers_per_chunk}, rows_per_microbatch "
+        f"{strategy.rows_per_microbatch}, weight_route {strategy.weight_route}, gradient_route "
+        f"{strategy.gradient_route}"
+    )

@@ -1,0 +1,257 @@
+"""Byte counts worked out by hand for a model small enough to count on paper."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from models.config import ModelConfig, named_config
+from planner.chunking import chunk_stages, padded_size
+from planner.hardware import GIB, MIB, named_hardware
+from planner.memory import device_phases, memory_use
+from planner.pinned_pool import pinned_pool_bytes
+from planner.strategy import Strategy
+from planner.workload import BatchShape, StageWork, Workload
+
+# Groups: 30 decayed + 3 not, in blocks of 4 over 2 host devices: 8 + 1 = 9 -> 10 blocks = 40.
+LAYER = StageWork(
+    name="layer",
+    group_parameters=(30, 3),
+    matmul_parameters=30,
+    residual_elements=7,
+    forward_workspace_elements=2,
+    backward_workspace_elements=5,
+)
+
+
+def _workload(num_layers: int, *, tied: bool) -> Workload:
+    return Workload(
+        name="paper",
+        embed=StageWork(name="embed", group_parameters=(40,)),
+        layers=(LAYER,) * num_layers,
+        head=StageWork(name="head", group_parameters=(4,) if tied else (40, 4)),
+        tied=tied,
+        hidden_size=4,
+        vocab_size=10,
+    )
+
+
+BATCH = BatchShape(num_rows=8, seq_length=16)
+STRATEGY = Strategy(
+    layers_per_chunk=2,
+    rows_per_microbatch=2,
+    num_microbatches=2,
+    num_host_devices=2,
+    block_size=4,
+    loss_chunk_tokens=8,
+)
+
+
+def test_padding_is_per_group_to_blocks_and_per_chunk_to_devices():
+    assert padded_size((30, 3), 4, 2) == 40
+    assert padded_size((60, 6), 4, 2) == (15 + 2 + 1) * 4
+    assert padded_size((), 4, 2) == 0
+    chunks = chunk_stages(_workload(3, tied=True), 2, 4, 2)
+    assert [chunk.name for chunk in chunks.all] == ["embed", "layers.0-1", "layers.2-2", "head"]
+    assert [chunk.padded_parameters for chunk in chunks.all] == [40, 72, 40, 8]
+    assert [chunk.num_parameters for chunk in chunks.all] == [40, 66, 33, 4]
+
+
+def test_device_phases_by_hand_tied_on_two_devices():
+    workload = _workload(3, tied=True)
+    chunks = chunk_stages(workload, 2, 4, 2)
+    strategy = replace(STRATEGY, weight_route="shard_all_gather")
+    phases = device_phases(workload, chunks, BATCH, strategy, 2)
+    boundary = 2 * 16 * 4 * 2 * 2  # rows, tokens, hidden, bf16, microbatches
+    window = 2 * (2 * 72) + 2 * 72 / 2  # in use, in transition; next one's half
+    batch_arrays = 4 * 4 * 2 * 16 * 2
+    assert phases["embedding"] == {
+        "layer_weights": 72,
+        "embedding_weights": 2 * 2 * 40,
+        "boundary_activations": boundary,
+        "batch_arrays": batch_arrays,
+    }
+    assert phases["forward"] == {
+        "layer_weights": window,
+        "embedding_weights": 80,
+        "boundary_activations": 3 * boundary,
+        "layer_workspace": 32 * 2 * 2,
+        "batch_arrays": batch_arrays,
+    }
+    assert phases["loss"] == {
+        "layer_weights": window,
+        "embedding_weights": 80,
+        "head_weights": 2 * 2 * 8,
+        "boundary_activations": 4 * boundary,
+        "logits": 3 * 4 * 8 * 10,
+        "head_gradient": 3 * 4 * 40,  # of the tied matrix
+        "batch_arrays": batch_arrays,
+    }
+    assert phases["backward"] == {
+        "layer_weights": window,
+        "boundary_activations": 3 * boundary + boundary / 2,
+        "recompute_residuals": 32 * 2 * (7 + 7),
+        "layer_workspace": 32 * 2 * 5,
+        # fp32 sum + bf16 gradient, packed copy, two halves on their way.
+        "layer_gradients": 66 * 6 + 72 * 2 + 2 * 72,
+        "tied_embedding_gradient": 4 * 40,
+        "batch_arrays": batch_arrays,
+    }
+    assert phases["embedding_backward"] == {
+        "layer_weights": 72,
+        "boundary_activations": boundary,
+        "layer_gradients": 72,
+        "embedding_gradient": 40 * 6 + 40 * 2 + 40,
+        "tied_embedding_gradient": 160,
+        "batch_arrays": batch_arrays,
+    }
+
+
+def test_one_device_one_microbatch_untied_drops_sums_and_packed_copies():
+    workload = _workload(2, tied=False)
+    chunks = chunk_stages(workload, 1, 4, 2)
+    strategy = replace(STRATEGY, layers_per_chunk=1, rows_per_microbatch=8, num_microbatches=1)
+    phases = device_phases(workload, chunks, BATCH, strategy, 1)
+    assert phases["backward"]["layer_weights"] == 3 * 2 * 40
+    # Head (40 + 4 -> 48 padded) may still be on its way beside the layer's own.
+    assert phases["backward"]["layer_gradients"] == 33 * 2 + 2 * 40 + 2 * 48
+    assert "tied_embedding_gradient" not in phases["backward"]
+    assert "embedding_weights" not in phases["forward"]
+    assert phases["loss"]["head_gradient"] == 2 * 4 * 44
+
+
+def test_fp32_compute_doubles_weights_and_gradients():
+    workload = _workload(2, tied=False)
+    chunks = chunk_stages(workload, 1, 4, 2)
+    half = device_phases(workload, chunks, BATCH, STRATEGY, 1)["backward"]
+    full_strategy = replace(STRATEGY, compute_dtype="float32")
+    full = device_phases(workload, chunks, BATCH, full_strategy, 1)["backward"]
+    assert full["layer_weights"] == 2 * half["layer_weights"]
+    assert full["recompute_residuals"] == 2 * half["recompute_residuals"]
+
+
+@pytest.mark.parametrize(
+    ("gradient_route", "compute_dtype", "bytes_per_parameter"),
+    [
+        ("reduce_scatter", "bfloat16", 2),
+        ("host_sum", "bfloat16", 8),
+        ("reduce_scatter", "float32", 4),
+    ],
+)
+def test_host_bytes_by_hand(gradient_route, compute_dtype, bytes_per_parameter):
+    hardware = named_hardware("h200", num_devices=4)
+    strategy = replace(
+        STRATEGY,
+        gradient_route=gradient_route,
+        compute_dtype=compute_dtype,
+        num_host_devices=4,
+    )
+    host = memory_use(_workload(4, tied=True), BATCH, strategy, hardware).host
+    # Blocks of 4 on 4 devices: embed 40 -> 48, two chunks 60 + 6 -> 80 each, head 4 -> 16.
+    padded = 48 + 2 * 80 + 16
+    assert host["master_weights"] == 4 * padded
+    assert host["optimizer_state"] == 8 * padded
+    assert host["waiting_gradients"] == bytes_per_parameter * padded
+    assert host["pinned_pool_overhead"] == 2 * MIB - bytes_per_parameter * padded
+    assert host["runtime_reserve"] == hardware.host_reserve_bytes
+
+
+def test_other_optimizers_are_bytes_per_parameter():
+    hardware = named_hardware("h200")
+    adam = memory_use(_workload(2, tied=True), BATCH, STRATEGY, hardware)
+    momentum = memory_use(
+        _workload(2, tied=True), BATCH, STRATEGY, hardware, optimizer_state_bytes=2
+    )
+    assert momentum.host["optimizer_state"] == adam.host["optimizer_state"] / 4
+
+
+def test_cpu_backend_charges_devices_to_the_host_and_has_no_pool():
+    hardware = named_hardware("cpu", num_devices=2)
+    use = memory_use(_workload(2, tied=True), BATCH, STRATEGY, hardware)
+    assert use.host["compute_devices"] == 2 * use.device_bytes
+    assert use.host["pinned_pool_overhead"] == 0
+
+
+def test_pinned_pool_grows_by_doubling_regions():
+    assert pinned_pool_bytes([]) == 0
+    assert pinned_pool_bytes([1]) == 2 * MIB
+    assert pinned_pool_bytes([2 * MIB] * 2) == (2 + 4) * MIB
+    # 192 MiB each: regions 256 (1), 256 (1), 512 (2), 1024 (5): the ninth fits the last.
+    assert pinned_pool_bytes([192 * MIB] * 9) == (256 + 256 + 512 + 1024) * MIB
+    assert pinned_pool_bytes([192 * MIB] * 10) == (256 + 256 + 512 + 1024 + 2048) * MIB
+
+
+@given(st.lists(st.floats(1, 4 * GIB), min_size=1, max_size=40))
+def test_the_pool_holds_what_is_asked_and_more_requests_never_shrink_it(requests):
+    total = pinned_pool_bytes(requests)
+    assert total >= sum(requests)
+    assert pinned_pool_bytes([*requests, min(requests)]) >= total
+
+
+def test_halving_the_loss_chunk_halves_the_logits():
+    workload = Workload.from_config(named_config("qwen3-0.6b"))
+    batch = BatchShape(num_rows=1, seq_length=16384)
+    uses = [
+        memory_use(
+            workload,
+            batch,
+            Strategy(
+                layers_per_chunk=1,
+                rows_per_microbatch=1,
+                num_microbatches=1,
+                loss_chunk_tokens=size,
+            ),
+            named_hardware("h200"),
+        )
+        for size in (2048, 1024)
+    ]
+    assert [use.device_phase for use in uses] == ["loss", "loss"]
+    assert uses[0].device["logits"] == 2 * uses[1].device["logits"]
+    assert uses[1].device["logits"] == 1024 * 151936 * 4 * 3
+
+
+def _config(num_layers: int, hidden: int, *, tied: bool) -> ModelConfig:
+    return replace(
+        named_config("tiny-tied" if tied else "tiny"),
+        num_hidden_layers=num_layers,
+        hidden_size=hidden,
+        layer_windows=(),
+    )
+
+
+@given(
+    layers=st.integers(1, 12),
+    chunk=st.integers(1, 6),
+    rows=st.integers(1, 4),
+    microbatches=st.integers(1, 3),
+    num_devices=st.sampled_from([1, 2, 4]),
+    tied=st.booleans(),
+)
+def test_more_of_anything_never_needs_less(layers, chunk, rows, microbatches, num_devices, tied):
+    hardware = named_hardware("h200", num_devices=num_devices)
+
+    def use(num_layers=layers, hidden=64, num_rows=rows, num_microbatches=microbatches, seq=32):
+        return memory_use(
+            Workload.from_config(_config(num_layers, hidden, tied=tied)),
+            BatchShape(num_rows=num_devices * num_rows * num_microbatches, seq_length=seq),
+            Strategy(
+                layers_per_chunk=chunk,
+                rows_per_microbatch=num_rows,
+                num_microbatches=num_microbatches,
+                num_host_devices=num_devices,
+                block_size=64,
+            ),
+            hardware,
+        )
+
+    base = use()
+    for larger in (
+        use(num_layers=layers + 1),
+        use(hidden=96),
+        use(num_rows=rows + 1),
+        use(num_microbatches=microbatches + 1),
+        use(seq=33),
+    ):
+        assert larger.device_bytes >= base.device_bytes
+        assert larger.host_bytes >= base.host_bytes

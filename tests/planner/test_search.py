@@ -1,0 +1,199 @@
+"""The search is exact, monotone in its budgets, and says why nothing fits."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from models.config import named_config
+from planner.candidates import (
+    LOSS_CHUNKS_TOKENS,
+    PREFETCH_DEPTHS,
+    Choices,
+    default_block_size,
+    default_num_host_devices,
+)
+from planner.chunking import chunk_stages
+from planner.errors import PlanError
+from planner.hardware import GIB, named_hardware
+from planner.memory import memory_use
+from planner.search import plan
+from planner.step_time import step_time
+from planner.strategy import GRADIENT_ROUTES, WEIGHT_ROUTES, Strategy
+from planner.workload import BatchShape, Workload
+
+QWEN3_06B = Workload.from_config(named_config("qwen3-0.6b"))
+QWEN3_4B = Workload.from_config(named_config("qwen3-4b"))
+BATCH = BatchShape(num_rows=16, seq_length=4096)
+
+
+def test_equals_a_search_through_everything():
+    config = replace(named_config("qwen3-0.6b"), num_hidden_layers=4, layer_windows=())
+    workload = Workload.from_config(config)
+    hardware = named_hardware("rtx4090", num_devices=2)
+    batch = BatchShape(num_rows=12, seq_length=2048)
+    budget = 7 * GIB
+    found = plan(workload, batch, hardware, device_budget_bytes=budget, update_policy="eager")
+    pieces = default_num_host_devices(hardware)
+    best_s = float("inf")
+    for layers, rows, weights, gradients, depth, loss_chunk in itertools.product(
+        range(1, 5),
+        range(1, 7),
+        WEIGHT_ROUTES,
+        GRADIENT_ROUTES,
+        PREFETCH_DEPTHS,
+        LOSS_CHUNKS_TOKENS,
+    ):
+        strategy = Strategy(
+            layers_per_chunk=layers,
+            rows_per_microbatch=rows,
+            num_microbatches=-(-6 // rows),
+            weight_route=weights,
+            gradient_route=gradients,
+            prefetch_depth=depth,
+            weight_slots=depth + 2,
+            loss_chunk_tokens=loss_chunk,
+            update_policy="eager",
+            num_host_devices=pieces,
+            block_size=default_block_size(workload, pieces),
+        )
+        memory = memory_use(workload, batch, strategy, hardware)
+        if memory.device_bytes <= budget and memory.host_bytes <= hardware.host_memory_bytes:
+            best_s = min(best_s, step_time(workload, batch, strategy, hardware).step_s)
+    assert found.chosen.time.step_s == pytest.approx(best_s)
+    assert found.chosen.memory.device_bytes <= budget
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.integers(1, 24),
+    budgets_gib=st.tuples(st.floats(2, 20), st.floats(0, 30)),
+    update_policy=st.sampled_from(["eager", "deferred"]),
+)
+def test_more_device_memory_never_gives_a_slower_plan(rows, budgets_gib, update_policy):
+    hardware = named_hardware("h200")
+    batch = BatchShape(num_rows=rows, seq_length=2048)
+
+    def step_s(gib):
+        try:
+            found = plan(
+                QWEN3_06B,
+                batch,
+                hardware,
+                update_policy=update_policy,
+                device_budget_bytes=gib * GIB,
+            )
+        except PlanError:
+            return float("inf")
+        return found.chosen.time.step_s
+
+    small, extra = budgets_gib
+    assert step_s(small + extra) <= step_s(small)
+
+
+def test_a_tight_device_changes_the_strategy_and_lists_what_was_given_up():
+    hardware = named_hardware("h200")
+    roomy = plan(QWEN3_4B, BATCH, hardware)
+    assert roomy.rejected == ()
+    tight = plan(QWEN3_4B, BATCH, hardware, device_budget_bytes=16 * GIB)
+    assert tight.chosen.memory.device_bytes <= 16 * GIB
+    assert tight.chosen.time.step_s > roomy.chosen.time.step_s
+    assert tight.rejected
+    for rejected in tight.rejected:
+        assert rejected.lower_bound_s < tight.chosen.time.step_s
+        assert rejected.limits[0].name == "device memory"
+        assert rejected.limits[0].need_bytes > 16 * GIB
+    times = [tight.chosen.time.step_s, *(other.time.step_s for other in tight.runners_up)]
+    assert times == sorted(times)
+
+
+def test_nothing_fits_lists_every_limit_with_need_have_and_what_to_change():
+    with pytest.raises(PlanError) as caught:
+        plan(
+            QWEN3_4B,
+            BATCH,
+            named_hardware("h200"),
+            device_budget_bytes=2 * GIB,
+            host_budget_bytes=16 * GIB,
+            choices=Choices(layers_per_chunk=2),
+        )
+    message = str(caught.value)
+    assert "device memory: needs" in message
+    assert "has 2.0 GiB" in message
+    assert "host memory: needs" in message
+    assert "has 16.0 GiB; largest part optimizer_state 30.0 GiB" in message
+    assert "use an optimizer with less state" in message
+    assert "layers_per_chunk=2" in message
+
+
+def test_host_need_follows_the_optimizer():
+    hardware = named_hardware("h200")
+    with pytest.raises(PlanError, match="optimizer_state"):
+        plan(QWEN3_4B, BATCH, hardware, host_budget_bytes=40 * GIB)
+    found = plan(QWEN3_4B, BATCH, hardware, host_budget_bytes=40 * GIB, optimizer_state_bytes=2)
+    assert found.chosen.memory.host_bytes <= 40 * GIB
+
+
+def test_contradictions_are_reported_together():
+    with pytest.raises(PlanError) as caught:
+        plan(
+            QWEN3_4B,
+            BatchShape(num_rows=4, seq_length=128),
+            named_hardware("h200", num_devices=2),
+            choices=Choices(rows_per_microbatch=3, num_host_devices=5, prefetch_depth=0),
+            device_budget_bytes=200 * GIB,
+        )
+    message = str(caught.value)
+    for part in (
+        "rows_per_microbatch is 3",
+        "num_host_devices is 5",
+        "prefetch_depth is 0",
+        "device_budget_bytes is 200.00 GiB; h200 has 139.00 GiB",
+    ):
+        assert part in message
+
+
+def test_choices_are_kept():
+    choices = Choices(
+        layers_per_chunk=3,
+        rows_per_microbatch=2,
+        weight_route="shard_all_gather",
+        gradient_route="host_sum",
+        prefetch_depth=2,
+        loss_chunk_tokens=700,
+        num_host_devices=8,
+        block_size=128,
+    )
+    found = plan(QWEN3_06B, BATCH, named_hardware("h200", num_devices=2), choices=choices).strategy
+    for name in Choices.__dataclass_fields__:
+        assert getattr(found, name) == getattr(choices, name)
+    assert found.num_microbatches == 4
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-tied", "smollm2-135m", "qwen3-0.6b", "qwen3-4b"])
+def test_default_blocks_pad_little(name):
+    workload = Workload.from_config(named_config(name))
+    block_size = default_block_size(workload, 8)
+    padded = chunk_stages(workload, 1, block_size, 8).padded_parameters
+    assert padded <= 1.02 * workload.num_parameters
+
+
+def test_default_host_devices_leave_cores_free_and_divide():
+    for num_devices in (1, 2, 3, 8):
+        hardware = named_hardware("h200", num_devices=num_devices)
+        pieces = default_num_host_devices(hardware)
+        assert pieces % num_devices == 0
+        assert num_devices <= pieces < hardware.num_host_cores
+    assert default_num_host_devices(named_hardware("h200")) == 14
+    few_cores = replace(named_hardware("h200", num_devices=4), num_host_cores=2)
+    assert default_num_host_devices(few_cores) == 4
+
+
+def test_a_profile_without_clipping_is_faster_where_the_update_is_slow():
+    hardware = named_hardware("h200")
+    eager = plan(QWEN3_4B, BATCH, hardware, update_policy="eager").chosen.time
+    deferred = plan(QWEN3_4B, BATCH, hardware, update_policy="deferred").chosen.time
+    assert eager.step_s < deferred.step_s
+    assert deferred.exposed_s["host_update"] > eager.exposed_s["host_update"]

@@ -1,0 +1,216 @@
+"""Schedules worked out by hand, and bounds."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from models.config import named_config
+from planner.durations import chunk_durations
+from planner.hardware import HardwareProfile, LinkRate, named_hardware
+from planner.step_time import lower_bound_s, step_time
+from planner.strategy import GRADIENT_ROUTES, UPDATE_POLICIES, WEIGHT_ROUTES, Strategy
+from planner.workload import BatchShape, StageWork, Workload
+
+FREE = 1e30
+
+
+def _hardware(**changes) -> HardwareProfile:
+    """Copies of 2 bytes per parameter take 1 s per parameter; the rest is free unless changed."""
+    link = LinkRate(points=((1.0, 2.0),))
+    base = {
+        "device_memory_bytes_per_s": FREE,
+        "attention_flops_per_s": FREE,
+        "bf16_matmul_flops_per_s": 1.0,
+        "h2d": link,
+        "d2h": link,
+        "duplex_bytes_per_s": FREE,
+        "host_memory_bytes_per_s": FREE,
+        "host_update_params_per_s": FREE,
+    }
+    return replace(named_hardware("h200"), **(base | changes))
+
+
+def _stage(parameters: int, matmul: int) -> StageWork:
+    groups = (parameters,) if parameters else ()
+    return StageWork(name="stage", group_parameters=groups, matmul_parameters=matmul)
+
+
+def _workload(num_layers: int, embed: int, layer: int, flops: int) -> Workload:
+    """Untied without a head; a layer's forward takes `flops` seconds at 1 FLOP/s and one token."""
+    return Workload(
+        name="paper",
+        embed=_stage(embed, 0),
+        layers=(_stage(layer, flops // 2),) * num_layers,
+        head=_stage(0, 0),
+        tied=False,
+        hidden_size=1,
+        vocab_size=0,
+    )
+
+
+BATCH = BatchShape(num_rows=1, seq_length=1)
+
+
+def _strategy(**changes) -> Strategy:
+    base = {
+        "layers_per_chunk": 1,
+        "rows_per_microbatch": 1,
+        "num_microbatches": 1,
+        "block_size": 1,
+    }
+    return Strategy(**(base | changes))
+
+
+def test_durations_by_hand():
+    # 3 parameters: copies 3 s; forward 4 s; backward 4 + 2 * 4; update 3 parameters at 0.5/s.
+    layer = chunk_durations(
+        _workload(2, 5, 3, 4), BATCH, _strategy(), _hardware(host_update_params_per_s=0.5)
+    )[1]
+    assert layer.upload_s == layer.download_s == pytest.approx(3.0)
+    assert layer.forward_s == pytest.approx(4.0)
+    assert layer.backward_s == pytest.approx(12.0)
+    assert layer.executed_flops == 16.0
+    assert layer.update_s == pytest.approx(6.0)
+    assert layer.update_bytes == 3 * (24 + 2)
+
+
+def test_the_last_product_of_a_chunk_is_not_recomputed():
+    workload = _workload(2, 5, 3, 4)
+    layers = tuple(replace(layer, last_matmul_parameters=1) for layer in workload.layers)
+    workload = replace(workload, layers=layers)
+    one = chunk_durations(workload, BATCH, _strategy(), _hardware())
+    both = chunk_durations(workload, BATCH, _strategy(layers_per_chunk=2), _hardware())
+    assert one[1].backward_s == pytest.approx(12.0 - 2.0)
+    assert both[1].backward_s == pytest.approx(24.0 - 2.0)
+
+
+def test_routes_share_the_copies_and_pay_for_collectives():
+    hardware = replace(_hardware(gather_bytes_per_s=3.0), num_devices=3)
+    batch = BatchShape(num_rows=3, seq_length=1)
+    workload = _workload(1, 0, 3, 0)
+
+    def durations(weight_route, gradient_route):
+        strategy = _strategy(
+            weight_route=weight_route, gradient_route=gradient_route, num_host_devices=3
+        )
+        return chunk_durations(workload, batch, strategy, hardware)[1]
+
+    whole = durations("replicate", "host_sum")
+    assert (whole.upload_s, whole.download_s) == (pytest.approx(3), pytest.approx(3))
+    assert whole.forward_s == pytest.approx(0, abs=1e-9)
+    assert whole.update_bytes == 3 * (24 + 3 * 2)
+    shared = durations("shard_all_gather", "reduce_scatter")
+    assert (shared.upload_s, shared.download_s) == (pytest.approx(1), pytest.approx(1))
+    # 6 bytes, two thirds from the others, at 3 bytes/s: 4/3 s forward; twice that backward.
+    assert shared.forward_s == pytest.approx(4 / 3)
+    assert shared.backward_s == pytest.approx(8 / 3)
+    assert shared.update_bytes == 3 * (24 + 2)
+
+
+def test_one_step_bound_by_the_link_in_forward():
+    # Uploads of 3 s back to back beside forwards of 2 s; the last layer stays; backwards of 6 s
+    # hide uploads and downloads of 3 s; the last download is exposed.
+    time = step_time(_workload(4, 0, 3, 1 * 2), BATCH, _strategy(), _hardware())
+    assert time.single_step_s == pytest.approx(4 * 3 + 2 + 4 * 6 + 3)
+    assert time.busy_s["h2d"] == pytest.approx(3 * (4 + 3))
+    assert time.busy_s["compute"] == pytest.approx(4 * 8)
+
+
+def test_eager_updates_hide_and_deferred_ones_do_not():
+    """Two layers of 1 parameter, 4 s forward, 12 s backward, updates of 5 s, copies of 1 s."""
+    hardware = _hardware(host_update_params_per_s=0.2)
+    workload = _workload(2, 1, 1, 4)
+    eager = step_time(workload, BATCH, _strategy(update_policy="eager"), hardware)
+    deferred = step_time(workload, BATCH, _strategy(update_policy="deferred"), hardware)
+    compute_s = 2 * 16
+    # Eager, from the end of compute: layer 0's gradient arrives after 1 s, the embedding's after 2.
+    # Layer 0's update is ready first: until 6, the embedding's until 11, then both uploads.
+    assert eager.step_s == pytest.approx(compute_s + 1 + 5 + 5 + 1 + 1)
+    # Deferred: only layer 1's gradient is there when the norm is known, so its update comes first,
+    # until 5; the embedding's until 10, layer 0's until 15, its upload until 16.
+    assert deferred.step_s == pytest.approx(compute_s + 5 + 5 + 5 + 1)
+    assert deferred.exposed_s["host_update"] > eager.exposed_s["host_update"]
+
+
+def test_a_deeper_prefetch_evens_out_unequal_chunks():
+    """Layers of 1 and 9 s of upload in turn, 5 s of forward each: depth 1 waits, depth 2 less."""
+    small, large = _stage(1, 5 // 2), _stage(9, 5 // 2)
+    workload = replace(_workload(2, 0, 1, 4), layers=(small, large) * 4)
+    shallow = step_time(workload, BATCH, _strategy(), _hardware())
+    deep = step_time(workload, BATCH, _strategy(prefetch_depth=2, weight_slots=4), _hardware())
+    assert deep.step_s < shallow.step_s
+
+
+def test_slow_downloads_hold_up_the_backward_pass():
+    # Downloads of 20 s against backwards of 12 s: at most two on their way.
+    slow = _hardware(d2h=LinkRate(points=((1.0, 0.1),)))
+    time = step_time(_workload(4, 0, 1, 4), BATCH, _strategy(update_policy="eager"), slow)
+    assert time.bottleneck == "d2h"
+    assert time.exposed_s["d2h"] > 0
+    assert time.step_s >= 4 * 20
+
+
+def test_mfu_of_an_ideal_machine():
+    hardware = _hardware(
+        h2d=LinkRate(points=((1.0, FREE),)),
+        d2h=LinkRate(points=((1.0, FREE),)),
+        peak_flops_per_s=2.0,
+    )
+    time = step_time(_workload(3, 1, 1, 4), BATCH, _strategy(), hardware)
+    # 3 layers, forward 4, backward 8, recompute 4 at 1 of 2 FLOP/s.
+    assert time.step_s == pytest.approx(3 * 16)
+    assert time.mfu == pytest.approx(3 * 12 / (3 * 16 * 2))
+    assert time.hfu == pytest.approx(0.5)
+    assert time.tokens_per_s == pytest.approx(1 / 48)
+
+
+QWEN3 = Workload.from_config(named_config("qwen3-0.6b"))
+
+
+@given(
+    layers=st.sampled_from([1, 2, 5, 14, 28]),
+    rows=st.integers(1, 4),
+    microbatches=st.integers(1, 4),
+    num_devices=st.sampled_from([1, 2, 4]),
+    weight_route=st.sampled_from(WEIGHT_ROUTES),
+    gradient_route=st.sampled_from(GRADIENT_ROUTES),
+    update_policy=st.sampled_from(UPDATE_POLICIES),
+    depth=st.integers(1, 3),
+    hardware_name=st.sampled_from(["h200", "rtx4090"]),
+)
+def test_bounds_hold(
+    layers,
+    rows,
+    microbatches,
+    num_devices,
+    weight_route,
+    gradient_route,
+    update_policy,
+    depth,
+    hardware_name,
+):
+    hardware = named_hardware(hardware_name, num_devices=num_devices)
+    strategy = Strategy(
+        layers_per_chunk=layers,
+        rows_per_microbatch=rows,
+        num_microbatches=microbatches,
+        weight_route=weight_route,
+        gradient_route=gradient_route,
+        update_policy=update_policy,
+        prefetch_depth=depth,
+        weight_slots=depth + 2,
+        num_host_devices=num_devices,
+    )
+    batch = BatchShape(num_rows=rows * microbatches * num_devices, seq_length=1024)
+    time = step_time(QWEN3, batch, strategy, hardware)
+    durations = chunk_durations(QWEN3, batch, strategy, hardware)
+    assert time.lower_bound_s == lower_bound_s(durations, strategy, hardware)
+    assert time.lower_bound_s <= time.step_s
+    # Sharing resources can stretch the lanes' sum by what they demand beyond capacity, no more.
+    assert time.step_s <= 2.5 * time.upper_bound_s
+    assert sum(time.exposed_s.values()) == pytest.approx(
+        time.step_s - time.busy_s["compute"], rel=0.02, abs=1e-3
+    )
+    assert time.mfu <= time.hfu <= 1
