@@ -1,8 +1,9 @@
 """The tokenizer of a model folder: `tokenizer.json` with the settings that lie beside it.
 
 Token ids equal those of transformers: the `tokenizers` library does the encoding, truncation and
-padding stored in the file are switched off, tokens that only `tokenizer_config.json` lists are
-added, and its explicit `add_bos_token`/`add_eos_token` overrule the file's post-processor.
+padding stored in the file are switched off, and tokens that only `tokenizer_config.json` lists are
+added. What surrounds a text is the post-processor's affair; like transformers where there is a
+`tokenizer.json`, this ignores `add_bos_token` and `add_eos_token`.
 """
 
 from __future__ import annotations
@@ -152,6 +153,7 @@ def load_tokenizer(
     config = _read_json(folder / "tokenizer_config.json")
     _add_listed_tokens(backend, config, folder)
     named = _named_tokens(folder, config)
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
     ids = {}
     for name, text in named.items():
         if (token := backend.token_to_id(text)) is not None:
@@ -161,10 +163,18 @@ def load_tokenizer(
                 f"{folder}: {name} is {text!r}, which tokenizer.json does not contain; correct "
                 "tokenizer_config.json or take tokenizer.json from the same model"
             )
+    # A token that is named special is one, even if tokenizer.json lists it as an ordinary word.
+    backend.add_special_tokens(
+        [
+            tokenizers.AddedToken(named[name], normalized=False)
+            for name in ids
+            if named[name] not in known
+        ]
+    )
     stops = _stop_ids(folder)
     eos_id = ids.get("eos_token", stops[0] if stops else None)
     pad_id = ids.get("pad_token", 0 if eos_id is None else eos_id)
-    prefix, suffix = _surroundings(backend, config, ids.get("bos_token"), eos_id)
+    prefix, suffix = _surroundings(backend)
     special_tokens: dict[str, Any] = dict(named)
     if extra := _extra_tokens(config):
         special_tokens["additional_special_tokens"] = extra
@@ -275,19 +285,8 @@ def _stop_ids(folder: Path) -> list[int]:
     return []
 
 
-def _surroundings(
-    backend: tokenizers.Tokenizer,
-    config: Mapping[str, Any],
-    bos_id: int | None,
-    eos_id: int | None,
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _surroundings(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """What "with specials" puts before and after a text."""
-    if isinstance(config.get("add_bos_token"), bool) or isinstance(
-        config.get("add_eos_token"), bool
-    ):
-        before = (bos_id,) if config.get("add_bos_token") and bos_id is not None else ()
-        after = (eos_id,) if config.get("add_eos_token") and eos_id is not None else ()
-        return before, after
     whole = backend.encode("a", add_special_tokens=True)
     mask = whole.special_tokens_mask
     first = mask.index(0) if 0 in mask else len(mask)

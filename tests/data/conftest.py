@@ -9,23 +9,9 @@ from typing import Any
 
 import pytest
 import tokenizers
+from template_texts import CHATML
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-CHATML = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-CHATML_MARKED = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
-    "{% else %}{{ message['content'] + '<|im_end|>\n' }}{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 ENDOFTEXT, IM_START, IM_END, BOS = 256, 257, 258, 259
 """Ids of the special tokens; `<|bos|>` exists only where a folder was made with `bos=True`."""
 

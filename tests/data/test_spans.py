@@ -1,0 +1,125 @@
+"""What the assistant said, found in renderings of differently built templates (FC-D09)."""
+
+from __future__ import annotations
+
+import pytest
+from template_texts import (
+    CHATML,
+    CHATML_MARKED,
+    COUNTS_MESSAGES,
+    DROPS_OLD_REASONING,
+    INSTRUCTION,
+    NO_GENERATION_PROMPT,
+    PREFILLS_REASONING,
+    REPEATS_CONTENT,
+)
+
+from slidedp_jax.data.chat_template import ChatTemplate
+from slidedp_jax.data.records import RowError
+from slidedp_jax.data.rows import ChatRow
+from slidedp_jax.data.spans import assistant_spans
+
+SPECIALS = ("<|im_start|>", "<|im_end|>", "</s>")
+
+
+def chat(*turns, train=None, **extra):
+    """Turns alternate user, assistant; a dict is a message of its own."""
+    messages = []
+    for i, turn in enumerate(turns):
+        role = "assistant" if i % 2 else "user"
+        messages.append(turn if isinstance(turn, dict) else {"role": role, "content": turn})
+    said = tuple(message["role"] == "assistant" for message in messages)
+    return ChatRow(source="f:1", messages=messages, train=train or said, **extra)
+
+
+def learnt(row, source, **kwargs):
+    template = ChatTemplate(source, origin="test", special_tokens={"eos_token": "</s>"})
+    text, spans = assistant_spans(row, template, SPECIALS, **kwargs)
+    assert text == template.render(row.messages, tools=row.tools)
+    return [text[begin:end] for begin, end in spans]
+
+
+@pytest.mark.parametrize("source", [CHATML, CHATML_MARKED, NO_GENERATION_PROMPT, COUNTS_MESSAGES])
+def test_contents_and_the_closing_token(source):
+    row = chat("q", "first", "q", "second\n", "q", "")
+    assert learnt(row, source) == ["first<|im_end|>", "second\n<|im_end|>", "<|im_end|>"]
+
+
+@pytest.mark.parametrize("source", [CHATML, CHATML_MARKED, NO_GENERATION_PROMPT, COUNTS_MESSAGES])
+def test_messages_after_the_last_answer_are_not_learnt(source):
+    assert learnt(chat("q", "a", "and?"), source) == ["a<|im_end|>"]
+
+
+@pytest.mark.parametrize("source", [CHATML, CHATML_MARKED, NO_GENERATION_PROMPT])
+def test_content_that_looks_like_a_turn(source):
+    said = "see <|im_start|>assistant\nhi<|im_end|>\n"
+    assert learnt(chat("q", said, "q", "b"), source) == [f"{said}<|im_end|>", "b<|im_end|>"]
+
+
+@pytest.mark.parametrize("source", [CHATML, CHATML_MARKED, NO_GENERATION_PROMPT, COUNTS_MESSAGES])
+def test_turns_can_be_left_out(source):
+    row = chat("q", "a", "q", "b", train=(False, False, False, True))
+    assert learnt(row, source) == ["b<|im_end|>"]
+    row = chat("q", "a", "q", "b", train=(False, True, False, False))
+    assert learnt(row, source) == ["a<|im_end|>"]
+
+
+def test_answers_in_a_row_and_first():
+    a = {"role": "assistant", "content": "a"}
+    assert learnt(chat(a, {"role": "user", "content": "q"}, a, a), CHATML) == ["a<|im_end|>"] * 3
+
+
+def test_space_before_the_first_word_is_learnt_without_generation_prompt():
+    assert learnt(chat("q", "a", "q", "b"), INSTRUCTION) == [" a</s>", " b</s>"]
+
+
+def test_system_text_moved_to_the_last_question():
+    system = {"role": "system", "content": "sys"}
+    q, a = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+    row = chat(system, q, a, q, a)
+    spans = learnt(row, INSTRUCTION)
+    assert [span.strip() for span in spans] == ["a</s>", "a</s>"]
+
+
+def test_old_reasoning_is_dropped_and_new_is_learnt():
+    row = chat("q", "<think>\nhm\n</think>\n\none", "q", "<think>\nso\n</think>\n\ntwo")
+    assert learnt(row, DROPS_OLD_REASONING) == [
+        "one<|im_end|>",
+        "<think>\nso\n</think>\n\ntwo<|im_end|>",
+    ]
+    row = chat("q", "one", "q", "two")
+    assert learnt(row, DROPS_OLD_REASONING) == [
+        "one<|im_end|>",
+        "<think>\n\n</think>\n\ntwo<|im_end|>",
+    ]
+
+
+def test_generation_prompt_that_the_rendered_answer_lacks():
+    row = chat("q", "<think>\nhm\n</think>one", "q", "two")
+    assert learnt(row, PREFILLS_REASONING) == ["one</s>", "two</s>"]
+
+
+def test_tools_and_template_variables_reach_the_template():
+    source = "{{ tools | tojson }}{{ mood }}" + CHATML
+    row = chat("q", "a", tools=[{"name": "<f>"}], template_kwargs={"mood": "!"})
+    template = ChatTemplate(source, origin="test")
+    text, spans = assistant_spans(row, template, SPECIALS, {"mood": "?"})
+    assert text.startswith('[{"name": "<f>"}]!<|im_start|>user')
+    assert [text[b:e] for b, e in spans] == ["a<|im_end|>"]
+
+
+def test_inseparable_turns_are_refused_with_the_choices():
+    with pytest.raises(RowError, match=r"f:1: .*message 1 cannot be told.*generation.*all tokens"):
+        learnt(chat("q", "one", "q", "two"), REPEATS_CONTENT)
+
+
+def test_the_templates_own_refusal_has_the_rows_place():
+    with pytest.raises(RowError, match=r"f:1: chat template test: roles must alternate"):
+        learnt(chat("q", "a"), "{{ raise_exception('roles must alternate') }}")
+
+
+def test_markers_that_do_not_match_the_turns_cannot_leave_turns_out():
+    source = "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}"
+    assert learnt(chat("q", "a", "q", "b"), source) == ["qaqb"]
+    with pytest.raises(RowError, match=r"2 assistant messages.* enclose 1 spans"):
+        learnt(chat("q", "a", "q", "b", train=(False, False, False, True)), source)
