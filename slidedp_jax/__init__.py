@@ -1,0 +1,35 @@
+"""Full-parameter fine-tuning with the training state in host memory, streamed to the GPUs.
+
+Importing this package imports no JAX, so that `slidedp_jax.configure()` can be a script's first
+line. The public names below are imported on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from slidedp_jax.process import configure
+
+if TYPE_CHECKING:
+    from slidedp_jax.errors import TrainingStopped, UserError
+    from slidedp_jax.metrics import StepMetrics
+    from slidedp_jax.trainer import Trainer
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "Trainer": "slidedp_jax.trainer",
+    "StepMetrics": "slidedp_jax.metrics",
+    "UserError": "slidedp_jax.errors",
+    "TrainingStopped": "slidedp_jax.errors",
+}
+
+__all__ = ["StepMetrics", "Trainer", "TrainingStopped", "UserError", "__version__", "configure"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first asked for."""
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'slidedp_jax' has no attribute {name!r}; it has {__all__}")

@@ -1,0 +1,171 @@
+"""From a user's batch to the arrays that the model's functions read.
+
+A batch is a mapping of NumPy arrays [R, T] for R rows of one step (all devices and microbatches):
+`input_ids` and `labels` in the Hugging Face convention (labels aligned with the inputs, -100 where
+nothing is supervised; the model's position t predicts label t + 1), optionally `segment_ids`
+(0 padding, documents 1, 2, ...; needed for packed or padded rows) and `positions`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from slidedp_jax.errors import UserError
+
+IGNORED = -100
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedBatch:
+    """Arrays of one step, split into microbatches.
+
+    Attributes:
+      microbatches: per microbatch, the arrays of `models.streamed.Batch` for all devices,
+        [G * rows_per_microbatch, T], rows of one device together.
+      num_supervised: supervised target tokens of the step.
+      num_tokens: tokens that are not padding.
+    """
+
+    microbatches: tuple[dict[str, np.ndarray], ...]
+    num_supervised: int
+    num_tokens: int
+
+
+def prepare(
+    batch: Mapping[str, np.ndarray],
+    *,
+    vocab_size: int,
+    num_devices: int,
+    rows_per_microbatch: int,
+) -> PreparedBatch:
+    """Validate, shift labels, fill up with rows of zero weight and split into microbatches.
+
+    Rows are dealt in order: microbatch m of device g holds consecutive rows. When the number of
+    rows is not a multiple of `num_devices * rows_per_microbatch`, padding rows without supervised
+    tokens fill up; they change neither the loss nor the gradients.
+
+    Raises:
+      UserError: missing arrays, shapes that disagree, ids beyond the vocabulary, nothing supervised.
+    """
+    input_ids, labels = _checked(batch, vocab_size)
+    segment_ids = batch.get("segment_ids")
+    targets = shift_labels(labels, segment_ids)
+    num_supervised = int((targets != IGNORED).sum())
+    if num_supervised == 0:
+        raise UserError(
+            f"the batch of {input_ids.shape[0]} rows has no supervised token after the shift by "
+            "one (all labels are -100, or only first tokens are labelled); drop such rows or "
+            "check the labels"
+        )
+    arrays = {"input_ids": input_ids, "targets": targets}
+    positions = batch.get("positions")
+    arrays["positions"] = _positions(input_ids, segment_ids) if positions is None else positions
+    num_tokens = input_ids.size
+    if segment_ids is not None:
+        arrays["segment_ids"] = segment_ids
+        num_tokens = int((segment_ids != 0).sum())
+    arrays = {name: np.ascontiguousarray(a, np.int32) for name, a in arrays.items()}
+    arrays = _fill_rows(arrays, num_devices * rows_per_microbatch)
+    if segment_ids is not None:
+        starts, lengths = document_offsets(arrays["segment_ids"])
+        arrays |= {"document_starts": starts, "document_lengths": lengths}
+    return PreparedBatch(
+        microbatches=_split(arrays, num_devices * rows_per_microbatch),
+        num_supervised=num_supervised,
+        num_tokens=num_tokens,
+    )
+
+
+def shift_labels(labels: np.ndarray, segment_ids: np.ndarray | None) -> np.ndarray:
+    """Targets [R, T]: the label of the next position, never across a document's end."""
+    targets = np.full(labels.shape, IGNORED, np.int32)
+    targets[:, :-1] = labels[:, 1:]
+    if segment_ids is not None:
+        same = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] != 0)
+        targets[:, :-1][~same] = IGNORED
+    return targets
+
+
+def document_offsets(segment_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Segments as offsets: starts int32 [R, M + 1] and lengths int32 [R, M].
+
+    M is the largest number of documents in a row, rounded up to a power of two so that few shapes
+    occur. Documents that are not there have length 0 and start at the end of the last one, as does
+    the closing entry of `starts`. Padding before, between or after documents belongs to none.
+    """
+    num_rows, length = segment_ids.shape
+    previous = np.pad(segment_ids[:, :-1], ((0, 0), (1, 0)))
+    following = np.pad(segment_ids[:, 1:], ((0, 0), (0, 1)))
+    begins = (segment_ids != 0) & (segment_ids != previous)
+    ends = (segment_ids != 0) & (segment_ids != following)
+    most = max(1, int(begins.sum(axis=1).max(initial=1)))
+    width = 1 << (most - 1).bit_length()
+    starts = np.zeros((num_rows, width + 1), np.int32)
+    lengths = np.zeros((num_rows, width), np.int32)
+    for row in range(num_rows):
+        first = np.flatnonzero(begins[row])
+        last = np.flatnonzero(ends[row]) + 1
+        starts[row, : len(first)] = first
+        starts[row, len(first) :] = last[-1] if len(last) else 0
+        lengths[row, : len(first)] = last - first
+    assert int(lengths.sum()) <= num_rows * length
+    return starts, lengths
+
+
+def _checked(batch: Mapping[str, np.ndarray], vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    missing = [name for name in ("input_ids", "labels") if name not in batch]
+    if missing:
+        raise UserError(f"the batch lacks {missing}; it has {sorted(batch)}")
+    input_ids, labels = np.asarray(batch["input_ids"]), np.asarray(batch["labels"])
+    if input_ids.ndim != 2 or input_ids.size == 0:
+        raise UserError(f"input_ids must be [rows, tokens] and not empty, got {input_ids.shape}")
+    for name in ("labels", "segment_ids", "positions"):
+        if batch.get(name) is not None and np.shape(batch[name]) != input_ids.shape:
+            raise UserError(
+                f"{name} has shape {np.shape(batch[name])}, input_ids {input_ids.shape}; "
+                "they must agree"
+            )
+    for name, array, allowed in (("input_ids", input_ids, ()), ("labels", labels, (IGNORED,))):
+        bad = (array < 0) | (array >= vocab_size)
+        for value in allowed:
+            bad &= array != value
+        if bad.any():
+            row, position = map(int, np.argwhere(bad)[0])
+            raise UserError(
+                f"{name}[{row}, {position}] is {int(array[row, position])}, but the vocabulary has "
+                f"{vocab_size} ids; the tokenizer does not belong to this model"
+            )
+    return input_ids, labels
+
+
+def _positions(input_ids: np.ndarray, segment_ids: np.ndarray | None) -> np.ndarray:
+    """0, 1, 2, ... restarting with each document."""
+    index = np.broadcast_to(np.arange(input_ids.shape[1], dtype=np.int32), input_ids.shape)
+    if segment_ids is None:
+        return index
+    previous = np.pad(segment_ids[:, :-1], ((0, 0), (1, 0)))
+    start = np.where(segment_ids != previous, index, 0)
+    return np.where(segment_ids != 0, index - np.maximum.accumulate(start, axis=1), 0)
+
+
+def _fill_rows(arrays: dict[str, np.ndarray], multiple: int) -> dict[str, np.ndarray]:
+    rows = next(iter(arrays.values())).shape[0]
+    missing = -rows % multiple
+    if not missing:
+        return arrays
+    fill = {name: 0 for name in arrays} | {"targets": IGNORED}
+    return {
+        name: np.concatenate([array, np.full((missing, array.shape[1]), fill[name], np.int32)])
+        for name, array in arrays.items()
+    }
+
+
+def _split(arrays: dict[str, np.ndarray], rows: int) -> tuple[dict[str, np.ndarray], ...]:
+    total = next(iter(arrays.values())).shape[0]
+    return tuple(
+        {name: array[start : start + rows] for name, array in arrays.items()}
+        for start in range(0, total, rows)
+    )

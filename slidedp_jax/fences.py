@@ -1,0 +1,89 @@
+"""Per-chunk versions: the only synchronisation between uploads and updates.
+
+Version n of a chunk is its state after n committed updates. A fetch for step n + 1 waits until
+version n is committed; an update waits until no copy of the chunk is in flight. Nothing else is
+ordered, so a step has no drain at its end.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from slidedp_jax.errors import TrainingStopped
+
+
+class Fences:
+    """Versions and copies in flight of `num_chunks` chunks, shared by the pipeline and the updates."""
+
+    def __init__(self, num_chunks: int):
+        self._condition = threading.Condition()
+        self._versions = [0] * num_chunks
+        self._copies = [0] * num_chunks
+        self._failure: BaseException | None = None
+
+    def __len__(self) -> int:
+        """Number of chunks."""
+        return len(self._versions)
+
+    def is_committed(self, chunk: int, version: int) -> bool:
+        """Whether `chunk` has reached `version`; raises if an update has failed."""
+        with self._condition:
+            self._check()
+            return self._versions[chunk] >= version
+
+    def wait_committed(self, chunk: int, version: int) -> None:
+        """Block until `chunk` reaches `version`.
+
+        Raises:
+          TrainingStopped: an update failed; its cause is attached.
+        """
+        with self._condition:
+            self._condition.wait_for(lambda: self._failure or self._versions[chunk] >= version)
+            self._check()
+
+    def begin_copy(self, chunk: int) -> None:
+        """A copy out of the chunk's host arrays has been issued."""
+        with self._condition:
+            self._copies[chunk] += 1
+
+    def end_copy(self, chunk: int) -> None:
+        """A copy announced by `begin_copy` is known to be complete."""
+        with self._condition:
+            assert self._copies[chunk] > 0, f"no copy of chunk {chunk} is in flight"
+            self._copies[chunk] -= 1
+            self._condition.notify_all()
+
+    def wait_copies(self, chunk: int) -> None:
+        """Block until no copy of `chunk` is in flight."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._failure or self._copies[chunk] == 0)
+            self._check()
+
+    def commit(self, chunk: int, version: int) -> None:
+        """The chunk's arrays now hold `version`."""
+        with self._condition:
+            assert version == self._versions[chunk] + 1, (chunk, version, self._versions[chunk])
+            self._versions[chunk] = version
+            self._condition.notify_all()
+
+    def reset(self, version: int) -> None:
+        """Start counting from `version` (a restored state)."""
+        with self._condition:
+            assert not any(self._copies), "copies are in flight"
+            self._versions = [version] * len(self._versions)
+            self._condition.notify_all()
+
+    def fail(self, cause: BaseException) -> None:
+        """Wake every waiter with an error; the first cause is kept."""
+        with self._condition:
+            self._failure = self._failure or cause
+            self._condition.notify_all()
+
+    def _check(self) -> None:
+        if isinstance(self._failure, TrainingStopped):
+            raise self._failure
+        if self._failure is not None:
+            raise TrainingStopped(
+                f"an update of the host state failed: {self._failure}. The state in memory is no "
+                "longer whole; go on from the last checkpoint."
+            ) from self._failure

@@ -1,0 +1,257 @@
+"""The host update: one thread that turns arriving gradients into committed chunk versions.
+
+*Deferred*: gradients wait until the norm over all of them is known, then chunks are updated in the
+order in which the next forward needs them, beside that forward. *Eager* (no clipping): a chunk is
+updated as soon as its gradient has arrived, the lowest waiting chunk first. Both run one kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import jax
+import numpy as np
+
+from planner.strategy import UpdatePolicy
+from slidedp_jax.elementwise import ElementwiseOptimizer
+from slidedp_jax.errors import TrainingStopped
+from slidedp_jax.fences import Fences
+from slidedp_jax.host_store import HostStore
+from slidedp_jax.routes import ArrivingGradient
+from slidedp_jax.trace import Tracer
+from slidedp_jax.update_kernel import UpdateKernels
+
+NonfinitePolicy = Literal["stop", "skip"]
+
+_NORM = -1  # sorts before every chunk of its step
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepUpdate:
+    """What became of a step's gradients: their norm before clipping, and whether it was skipped."""
+
+    grad_norm: float
+    skipped: bool
+
+
+class HostOptimizer:
+    """Owns the update thread and the optimizer state shared by all parameters.
+
+    Args:
+      store: the host state.
+      fences: versions of its chunks.
+      optimizer: the transformation on blocks.
+      kernels: its compiled updates.
+      policy: when chunks are updated; `eager` allows neither clipping nor skipping.
+      max_grad_norm: limit of the global norm; None switches clipping off.
+      on_nonfinite: whether a step with a non-finite norm stops training or is skipped.
+      sums_on_host: whether gradients arrive as one summand per device.
+      tracer: takes note of updates.
+    """
+
+    def __init__(
+        self,
+        store: HostStore,
+        fences: Fences,
+        optimizer: ElementwiseOptimizer,
+        kernels: UpdateKernels,
+        *,
+        policy: UpdatePolicy,
+        max_grad_norm: float | None,
+        on_nonfinite: NonfinitePolicy,
+        sums_on_host: bool,
+        tracer: Tracer,
+    ):
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm={max_grad_norm}; a positive number, or None for none")
+        if on_nonfinite not in get_args(NonfinitePolicy):
+            raise ValueError(f"on_nonfinite={on_nonfinite!r}; allowed: 'stop', 'skip'")
+        if policy == "eager" and (max_grad_norm is not None or on_nonfinite == "skip"):
+            raise ValueError(
+                f"eager updates run before the norm is known, so max_grad_norm={max_grad_norm} and "
+                f"on_nonfinite={on_nonfinite!r} cannot hold; use update_policy='deferred', or "
+                "max_grad_norm=None with on_nonfinite='stop'"
+            )
+        self.deferred = policy == "deferred"
+        self.shared = optimizer.initial_shared()
+        self._store = store
+        self._fences = fences
+        self._kernels = kernels
+        self._max_norm = np.inf if max_grad_norm is None else max_grad_norm
+        self._on_nonfinite = on_nonfinite
+        self._sums_on_host = sums_on_host
+        self._tracer = tracer
+        self._condition = threading.Condition()
+        self._jobs: list[tuple[int, int]] = []
+        self._gradients: dict[tuple[int, int], ArrivingGradient] = {}
+        self._ends: dict[int, tuple[Sequence[jax.Array], Future[StepUpdate]]] = {}
+        self._squares: dict[tuple[int, int], np.ndarray] = {}
+        self._norm = 0.0
+        self._placed: list[jax.Array] = []
+        self._placed_step = 0
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="host_update", daemon=True)
+        self._thread.start()
+
+    def submit(self, step: int, chunk: int, gradient: ArrivingGradient) -> None:
+        """Hand over the gradient of a chunk; `step` counts from 1."""
+        with self._condition:
+            self._gradients[step, chunk] = gradient
+            if not self.deferred:
+                heapq.heappush(self._jobs, (step, chunk))
+                self._condition.notify()
+
+    def end_backward(self, step: int, squares: Sequence[jax.Array]) -> Callable[[], StepUpdate]:
+        """All gradients of `step` are submitted.
+
+        Args:
+          step: the step.
+          squares: sums of squares [G] of each chunk's gradient, chunks in forward order.
+
+        Returns:
+          A function that waits for the norm. With eager updates and gradients summed by the host
+          that is the end of the step's updates.
+        """
+        if not self.deferred and not self._sums_on_host:
+            return functools.cache(lambda: self._report(step, _global_norm(squares)))
+        future: Future[StepUpdate] = Future()
+        with self._condition:
+            self._ends[step] = (squares, future)
+            heapq.heappush(self._jobs, (step, _NORM if self.deferred else len(self._fences)))
+            self._condition.notify()
+        return future.result
+
+    def close(self) -> None:
+        """Finish what has been submitted and end the thread."""
+        with self._condition:
+            self._closed = True
+            self._condition.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._jobs or self._closed)
+                if not self._jobs:
+                    return
+                step, chunk = heapq.heappop(self._jobs)
+            try:
+                if 0 <= chunk < len(self._fences):
+                    self._update(step, chunk)
+                else:
+                    self._end_step(step)
+            except BaseException as error:
+                self._fail(error)
+                return
+
+    def _fail(self, error: BaseException) -> None:
+        self._fences.fail(error)
+        with self._condition:
+            for _, future in self._ends.values():
+                future.set_exception(error)
+            self._gradients.clear()
+            self._jobs.clear()
+
+    def _end_step(self, step: int) -> None:
+        """Know the norm; then, if updates waited for it, release them or skip the step."""
+        squares, _ = self._ends[step]
+        if self._sums_on_host:
+            squares = self._host_squares(step)
+        update = self._report(step, _global_norm(squares))
+        if update.skipped:
+            self._skip(step)
+        elif self.deferred:
+            self._norm = update.grad_norm
+            with self._condition:
+                for key in self._gradients:
+                    if key[0] == step:
+                        heapq.heappush(self._jobs, key)
+        with self._condition:
+            _, future = self._ends.pop(step)
+        future.set_result(update)
+
+    def _report(self, step: int, norm: np.float32) -> StepUpdate:
+        """The outcome of a step; a non-finite norm stops training unless it is to be skipped."""
+        finite = bool(np.isfinite(norm))
+        if not finite and self._on_nonfinite == "stop":
+            error = TrainingStopped(self._describe_nonfinite(step, norm))
+            self._fences.fail(error)
+            raise error
+        return StepUpdate(grad_norm=float(norm), skipped=not finite)
+
+    def _host_squares(self, step: int) -> list[np.ndarray]:
+        if not self.deferred:  # noted while updating
+            return [self._squares.pop((step, chunk)) for chunk in range(len(self._fences))]
+        with self._condition:
+            gradients = [self._gradients[step, chunk] for chunk in range(len(self._fences))]
+        return [self._kernels.sum_of_squares(gradient.summands()) for gradient in gradients]
+
+    def _skip(self, step: int) -> None:
+        for chunk in range(len(self._fences)):
+            with self._condition:
+                self._gradients.pop((step, chunk))
+            self._fences.commit(chunk, step)
+
+    def _update(self, step: int, chunk: int) -> None:
+        with self._condition:
+            gradient = self._gradients.pop((step, chunk))
+        state = self._store.chunks[chunk]
+        gradient.wait()
+        self._fences.wait_copies(chunk)
+        with self._tracer.span("host_update", f"update {state.layout.name}"):
+            if self._placed_step != step:
+                self._placed, self._placed_step = self._kernels.place_shared(self.shared), step
+                self.shared = self._kernels.advance(self.shared)
+            summands = gradient.summands()
+            if self._sums_on_host and not self.deferred:
+                self._squares[step, chunk] = self._kernels.sum_of_squares(summands)
+            arrays = self._kernels.update(
+                state.layout,
+                state.arrays,
+                summands,
+                self._placed,
+                self._norm if self.deferred else 0.0,
+                self._max_norm,
+            )
+            state.replace(arrays)
+        with self._tracer.span("host_update", f"commit {state.layout.name}"):
+            self._fences.commit(chunk, step)
+
+    def _describe_nonfinite(self, step: int, norm: float) -> str:
+        left = (
+            "No parameter was updated in this step."
+            if self.deferred
+            else "Updates run before the norm is known when clipping is off, so the parameters "
+            "already hold it: go on from the last checkpoint."
+        )
+        with self._condition:
+            waiting = sorted(item for item in self._gradients.items() if item[0][0] == step)
+        for (_, chunk), gradient in waiting:
+            name = _first_nonfinite(self._store.layouts[chunk], gradient)
+            if name is not None:
+                left = f"The first parameter with a non-finite gradient is {name}. {left}"
+                break
+        return (
+            f"the gradient norm of step {step} is {norm}. {left} Look at this step's rows, lower "
+            "the learning rate, or skip such steps with on_nonfinite='skip'"
+        )
+
+
+def _global_norm(squares: Sequence[Any]) -> np.float32:
+    """Root of the chunks' sums of squares, added in float64 in the order of the chunks."""
+    return np.float32(np.sqrt(sum(float(np.sum(np.asarray(s, np.float64))) for s in squares)))
+
+
+def _first_nonfinite(layout: Any, gradient: ArrivingGradient) -> str | None:
+    """Name of the first parameter of a chunk, in model order, whose gradient is not finite."""
+    total = np.sum([np.asarray(part, np.float32) for part in gradient.summands()], axis=0)
+    for slot in layout.slots:
+        if not np.isfinite(total[slot.offset : slot.offset + slot.size]).all():
+            return str(slot.name)
+    return None

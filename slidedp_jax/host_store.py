@@ -1,0 +1,202 @@
+"""The one authoritative copy of the training state, in host memory.
+
+Per chunk, flat arrays over the host devices (`PartitionSpec('host')`, memory kind `pinned_host`):
+`high` bfloat16 and `low` int16 together are the fp32 master (`split_float`), followed by the
+optimizer's per-parameter state. The update kernel takes these arrays donated and gives them back in
+place, so their addresses never change: GPUs copy straight from them, and `read`/`write` work on
+views. Who may touch a chunk when is not decided here but by `fences`.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from slidedp_jax.chunk import ChunkLayout, Slot
+from slidedp_jax.page_lock import PageLock, raw_view
+from slidedp_jax.split_float import join_numpy, split_numpy
+
+HOST_AXIS = "host"
+
+
+class ChunkState:
+    """Arrays of one chunk: index 0 is `high`, 1 is `low`, the rest optimizer state."""
+
+    def __init__(self, layout: ChunkLayout, arrays: Sequence[jax.Array]):
+        self.layout = layout
+        self.arrays = list(arrays)
+        self._pointers = [_pointers(array) for array in self.arrays]
+        self.views: list[list[np.ndarray]] = [
+            [raw_view(pointer, layout.piece_size, array.dtype) for pointer in pointers]
+            for array, pointers in zip(self.arrays, self._pointers, strict=True)
+        ]
+
+    def replace(self, arrays: Sequence[jax.Array]) -> None:
+        """Take the results of an update, which must lie where the inputs lay.
+
+        Raises:
+          RuntimeError: the update was not done in place; views and page locks would be stale.
+        """
+        for old, array in zip(self._pointers, arrays, strict=True):
+            if _pointers(array) != old:
+                raise RuntimeError(
+                    f"the update of chunk {self.layout.name} moved its state instead of writing in "
+                    "place; something still holds a view of the donated arrays"
+                )
+        self.arrays = list(arrays)
+
+    def ranges(self, index: int) -> Iterator[tuple[int, int]]:
+        """(address, bytes) of each piece of array `index`."""
+        num_bytes = self.layout.piece_size * self.arrays[index].dtype.itemsize
+        return ((pointer, num_bytes) for pointer in self._pointers[index])
+
+
+class HostStore:
+    """Training state of all chunks.
+
+    Args:
+      layouts: chunks in forward order.
+      host_devices: CPU devices over which every array is sharded.
+      state_dtypes: dtypes of the optimizer's per-parameter state arrays.
+      compute_device: where a device of the computing platform is needed for page-locking.
+      upload_low: whether `low` is uploaded too (fp32 compute) and so page-locked.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[ChunkLayout],
+        host_devices: Sequence[jax.Device],
+        state_dtypes: Sequence[Any],
+        *,
+        compute_device: jax.Device,
+        upload_low: bool,
+    ):
+        self.mesh = Mesh(
+            np.array(host_devices), (HOST_AXIS,), axis_types=(jax.sharding.AxisType.Auto,)
+        )
+        self.sharding = NamedSharding(
+            self.mesh, PartitionSpec(HOST_AXIS), memory_kind="pinned_host"
+        )
+        self.layouts = tuple(layouts)
+        dtypes = (jnp.bfloat16, jnp.int16, *state_dtypes)
+        self.chunks = [
+            ChunkState(layout, [self._zeros(layout.padded_size, dtype) for dtype in dtypes])
+            for layout in self.layouts
+        ]
+        self._lock = PageLock(compute_device)
+        self.page_locked_bytes = sum(
+            self._lock.lock(chunk.ranges(index))
+            for chunk in self.chunks
+            for index in ((0, 1) if upload_low else (0,))
+        )
+        self._slots: dict[str, tuple[int, Slot]] = {
+            slot.name: (index, slot)
+            for index, layout in enumerate(self.layouts)
+            for slot in layout.slots
+        }
+
+    def _zeros(self, size: int, dtype: Any) -> jax.Array:
+        make = jax.jit(lambda: jnp.zeros(size, dtype), out_shardings=self.sharding)
+        return jax.block_until_ready(make())
+
+    @property
+    def parameter_names(self) -> list[str]:
+        """Names of all parameters, in forward order."""
+        return list(self._slots)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each parameter by name."""
+        return {name: slot.shape for name, (_, slot) in self._slots.items()}
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters without padding."""
+        return sum(layout.num_parameters for layout in self.layouts)
+
+    @property
+    def owned_bytes(self) -> int:
+        """Bytes of all arrays, padding included."""
+        return sum(array.nbytes for chunk in self.chunks for array in chunk.arrays)
+
+    def write(self, name: str, values: np.ndarray) -> None:
+        """Set a parameter's master weights from an array of its shape and any float dtype.
+
+        Raises:
+          KeyError: no such parameter.
+          ValueError: another shape.
+        """
+        index, slot = self._find(name, values.shape)
+        flat = values.reshape(-1)
+        for piece, inner, outer in _spans(self.layouts[index], slot):
+            high, low = split_numpy(flat[outer].astype(np.float32))
+            self.chunks[index].views[0][piece][inner] = high
+            self.chunks[index].views[1][piece][inner] = low
+
+    def read(self, name: str) -> np.ndarray:
+        """The fp32 master weights of a parameter, a fresh array of its shape."""
+        index, slot = self._find(name, None)
+        out = np.empty(slot.size, np.float32)
+        views = self.chunks[index].views
+        for piece, inner, outer in _spans(self.layouts[index], slot):
+            out[outer] = join_numpy(views[0][piece][inner], views[1][piece][inner])
+        return out.reshape(slot.shape)
+
+    def write_state(self, name: str, number: int, values: np.ndarray) -> None:
+        """Set the `number`-th optimizer state array of a parameter."""
+        index, slot = self._find(name, values.shape)
+        flat = values.reshape(-1)
+        for piece, inner, outer in _spans(self.layouts[index], slot):
+            self.chunks[index].views[2 + number][piece][inner] = flat[outer]
+
+    def read_state(self, name: str, number: int) -> np.ndarray:
+        """The `number`-th optimizer state array of a parameter, in its dtype, a fresh array."""
+        index, slot = self._find(name, None)
+        views = self.chunks[index].views[2 + number]
+        out = np.empty(slot.size, views[0].dtype)
+        for piece, inner, outer in _spans(self.layouts[index], slot):
+            out[outer] = views[piece][inner]
+        return out.reshape(slot.shape)
+
+    def fill(self, value: Callable[[str, tuple[int, ...]], np.ndarray]) -> None:
+        """Write every parameter from `value(name, shape)`, several at a time."""
+        workers = min(8, len(os.sched_getaffinity(0)))
+        with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+            list(pool.map(lambda item: self.write(item[0], value(*item)), self.shapes.items()))
+
+    def close(self) -> None:
+        """Unregister and drop all state; the store cannot be used afterwards."""
+        self._lock.release()
+        self.chunks = []
+
+    def _find(self, name: str, shape: tuple[int, ...] | None) -> tuple[int, Slot]:
+        if name not in self._slots:
+            raise KeyError(f"no parameter {name!r}; the model has {len(self._slots)} others")
+        index, slot = self._slots[name]
+        if shape is not None and tuple(shape) != slot.shape:
+            raise ValueError(f"parameter {name} has shape {slot.shape}, got {tuple(shape)}")
+        return index, slot
+
+
+def _pointers(array: jax.Array) -> list[int]:
+    """Addresses of the pieces in the order of the flat array."""
+    shards = sorted(array.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+    return [shard.data.unsafe_buffer_pointer() for shard in shards]
+
+
+def _spans(layout: ChunkLayout, slot: Slot) -> Iterator[tuple[int, slice, slice]]:
+    """(piece, slice within the piece, slice within the parameter) that cover a slot."""
+    start, end = slot.offset, slot.offset + slot.size
+    while start < end:
+        piece, inner = divmod(start, layout.piece_size)
+        length = min(end - start, layout.piece_size - inner)
+        outer = start - slot.offset
+        yield piece, slice(inner, inner + length), slice(outer, outer + length)
+        start += length

@@ -1,0 +1,163 @@
+"""What an optax transformation computes for each parameter, read off its jaxpr.
+
+Two parameters whose update is the same program (the same primitives with the same constants, shapes
+aside) can share one update kernel; masks, `multi_transform` and per-parameter rates show up as
+different programs. A program that reads another parameter's gradient, such as a clip by the global
+norm, is seen at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import optax
+
+_CALLS = ("pjit", "jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
+_SHAPES = re.compile(r"\[[\d,]*\]")
+
+
+@dataclass(frozen=True)
+class _Node:
+    """A value: an input role, a literal, or output `index` of a primitive over other values."""
+
+    operation: str
+    params: tuple[tuple[str, Any], ...]
+    inputs: tuple[_Node, ...]
+    index: int
+    owner: str | None = None
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeafProgram:
+    """The update of one parameter.
+
+    Attributes:
+      text: canonical text of the program, equal for parameters that are treated alike.
+      reads: names of other parameters whose values, gradients or state it reads.
+    """
+
+    text: str
+    reads: frozenset[str]
+
+
+def owner_of(path: Sequence[Any], names: Iterable[str]) -> str | None:
+    """Name of the parameter to which a leaf of an optimizer state belongs, None if shared."""
+    last = path[-1] if path else None
+    key = getattr(last, "key", None)
+    return key if isinstance(key, str) and key in set(names) else None
+
+
+def leaf_programs(
+    transformation: optax.GradientTransformation, params: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, LeafProgram]:
+    """The program of every parameter of a flat dict, traced on its true shape."""
+    transformation = optax.with_extra_args_support(transformation)
+    params = dict(params)
+    state = jax.eval_shape(transformation.init, params)
+
+    def step(params: Any, gradients: Any, state: Any) -> tuple[Any, Any]:
+        updates, state = transformation.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    closed, out_shape = jax.make_jaxpr(step, return_shape=True)(params, params, state)
+    inputs = [*_roles("parameter", params, params), *_roles("gradient", params, params)]
+    inputs += _roles("state", state, params)
+    outputs = _interpret(closed.jaxpr, closed.consts, inputs)
+    owners = [owner_of(path, params) for path, _ in _flat(out_shape)]
+    return {
+        name: _canonical(
+            [node for node, owner in zip(outputs, owners, strict=True) if owner == name],
+            name,
+            tuple(leaf.shape),
+        )
+        for name, leaf in params.items()
+    }
+
+
+def _flat(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    return jax.tree_util.tree_flatten_with_path(tree)[0]
+
+
+def _roles(kind: str, tree: Any, params: Mapping[str, Any]) -> list[_Node]:
+    """One input node per leaf; owned ones are told apart by their place, not by their name."""
+    nodes = []
+    for path, _ in _flat(tree):
+        owner = owner_of(path, params)
+        place = jax.tree_util.keystr(path[:-1] if owner else path)
+        nodes.append(_Node(f"{kind}{place}", (), (), 0, owner))
+    return nodes
+
+
+def _interpret(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[_Node]) -> list[_Node]:
+    """Nodes of a jaxpr's outputs; calls are looked through."""
+    env: dict[Any, _Node] = dict(zip(jaxpr.invars, inputs, strict=True))
+    for var, const in zip(jaxpr.constvars, consts, strict=True):
+        env[var] = _Node("const", (("value", str(const)),), (), 0)
+
+    def read(atom: Any) -> _Node:
+        if hasattr(atom, "val"):
+            return _Node("literal", (("value", f"{atom.val!r} {atom.aval.dtype}"),), (), 0)
+        return env[atom]
+
+    for equation in jaxpr.eqns:
+        arguments = [read(atom) for atom in equation.invars]
+        inner = equation.params.get("jaxpr") or equation.params.get("call_jaxpr")
+        if equation.primitive.name in _CALLS and inner is not None:
+            body, body_consts = getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
+            results = _interpret(body, body_consts, arguments)
+        else:
+            params = tuple(sorted(equation.params.items(), key=lambda item: item[0]))
+            results = [
+                _Node(equation.primitive.name, params, tuple(arguments), index)
+                for index in range(len(equation.outvars))
+            ]
+        env.update(zip(equation.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _canonical(outputs: Sequence[_Node], name: str, shape: tuple[int, ...]) -> LeafProgram:
+    """Number the nodes below `outputs` in order of first use and write them down."""
+    numbers: dict[_Node, int] = {}
+    lines: list[str] = []
+    reads: set[str] = set()
+
+    def visit(root: _Node) -> None:
+        stack = [root]
+        while stack:
+            node = stack[-1]
+            pending = [child for child in node.inputs if child not in numbers]
+            if pending:
+                stack.extend(reversed(pending))
+                continue
+            stack.pop()
+            if node in numbers:
+                continue
+            numbers[node] = len(numbers)
+            owner = "own" if node.owner == name else node.owner
+            if node.owner not in (None, name):
+                reads.add(str(node.owner))
+            params = ",".join(f"{key}={_erase(value, shape)}" for key, value in node.params)
+            children = [numbers[child] for child in node.inputs]
+            lines.append(f"{node.operation}#{node.index}[{params}]{children} {owner}")
+
+    for output in outputs:
+        visit(output)
+    lines.append(f"-> {[numbers[output] for output in outputs]}")
+    return LeafProgram(text="\n".join(lines), reads=frozenset(reads))
+
+
+def _erase(value: Any, shape: tuple[int, ...]) -> str:
+    """Text of an equation's parameter without the leaf's own shape."""
+    if value == shape and shape:
+        return "SHAPE"
+    return _SHAPES.sub("[]", str(value))

@@ -1,0 +1,245 @@
+"""One step's schedule: what is issued when, and what is waited for.
+
+The order decides what overlaps. On a GPU a copy waits for all compute dispatched before it and runs
+beside compute dispatched after it. So per chunk: start the copy of the next chunk, *then* dispatch
+the compute of this one, *then* block until the previous one is done, which bounds how many chunks
+are on the device. All microbatches pass through a chunk while it is there.
+
+Chunks in forward order: 0 is the embedding, then the layer chunks, the last is the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from slidedp_jax.chunk import ChunkLayout
+from slidedp_jax.compute import ComputePrograms, LayerFns
+from slidedp_jax.routes import ArrivingGradient, GradientPath
+from slidedp_jax.trace import Tracer
+from slidedp_jax.weight_window import WeightSource
+
+DeviceBatch = Mapping[str, jax.Array]
+GradientSink = Callable[[int, ArrivingGradient], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOutputs:
+    """What a step leaves on the devices.
+
+    Attributes:
+      losses: per microbatch, each device's sum of token losses, float32 [G].
+      squares: per chunk in forward order, sums of squares of the gradient shards, float32 [G].
+    """
+
+    losses: list[jax.Array]
+    squares: list[jax.Array]
+
+
+class Pipeline:
+    """Schedules forward and backward over chunks.
+
+    Args:
+      layouts: chunks in forward order.
+      layer_fns: per layer chunk, the functions of its layers.
+      tied: whether the head reads the embedding's weights.
+      programs: compiled programs.
+      gradients: gradient route.
+      prefetch_depth: chunks fetched ahead of the one in use.
+      tracer: takes note of what is issued.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[ChunkLayout],
+        layer_fns: Sequence[LayerFns],
+        *,
+        tied: bool,
+        programs: ComputePrograms,
+        gradients: GradientPath,
+        prefetch_depth: int,
+        tracer: Tracer,
+    ):
+        self._layouts = layouts
+        self._layer_fns = layer_fns
+        self._tied = tied
+        self._programs = programs
+        self._gradients = gradients
+        self._depth = prefetch_depth
+        self._tracer = tracer
+        self._head = len(layouts) - 1
+        self._embed_reads_values: bool | None = None
+
+    def step(
+        self,
+        weights: WeightSource,
+        microbatches: Sequence[DeviceBatch],
+        scale: jax.Array,
+        sink: GradientSink,
+    ) -> StepOutputs:
+        """Forward and backward over all microbatches.
+
+        Args:
+          weights: where chunks come from.
+          microbatches: arrays on the devices, rows sharded.
+          scale: 1 / supervised tokens of the step, float32 scalar on every device.
+          sink: takes each chunk's gradient when its copy to the host has been issued.
+        """
+        boundaries, embed, kept = self._forward(weights, microbatches, keep_last=True)
+        squares: list[jax.Array | None] = [None] * len(self._layouts)
+        losses, dxs, sums = self._head_pass(weights, embed, boundaries.pop(), microbatches, scale)
+        if self._tied:
+            weights.release(0)
+        del embed
+        head_sums, embed_sums = sums
+        pending = self._send(self._head, (head_sums,), squares, sink)
+        last = self._head - 1
+        for chunk in range(last, 0, -1):
+            trees = kept if chunk == last else weights.take(chunk)
+            self._prefetch(weights, range(chunk - 1, 0, -1))
+            dxs, chunk_sums = self._chunk_backward(
+                chunk, trees, boundaries.pop(), dxs, microbatches
+            )
+            del trees
+            kept = None
+            wire = self._send(chunk, chunk_sums, squares, sink)
+            del chunk_sums
+            # Back-pressure: the chunk above is done, so its weights and gradients are free.
+            jax.block_until_ready(pending)
+            weights.release(chunk + 1)
+            pending = wire
+        embed_sums = self._embed_pass(weights, dxs, microbatches, embed_sums)
+        jax.block_until_ready(pending)
+        weights.release(1)
+        self._send(0, (embed_sums,), squares, sink)
+        return StepOutputs(losses=losses, squares=[part for part in squares if part is not None])
+
+    def losses(self, weights: WeightSource, microbatches: Sequence[DeviceBatch]) -> list[jax.Array]:
+        """Forward only: per microbatch, each device's sum of token losses, float32 [G]."""
+        boundaries, embed, _ = self._forward(weights, microbatches, keep_last=False)
+        head = weights.take(self._head)[0]
+        losses = [
+            self._programs.loss(head, embed, x, batch)
+            for x, batch in zip(boundaries[-1], microbatches, strict=True)
+        ]
+        jax.block_until_ready(losses)
+        weights.release(self._head)
+        if self._tied:
+            weights.release(0)
+        return losses
+
+    def _forward(
+        self, weights: WeightSource, microbatches: Sequence[DeviceBatch], *, keep_last: bool
+    ) -> tuple[list[list[jax.Array]], Any, Any]:
+        """Inputs of every chunk above the embedding, embedding weights if tied, last chunk's trees.
+
+        Without `keep_last` only the head's inputs are kept.
+        """
+        embed = weights.take(0)[0]
+        self._prefetch(weights, range(1, self._head + 1))
+        with self._tracer.span("compute", "embed"):
+            xs = [self._programs.embed(embed, batch) for batch in microbatches]
+        if not self._tied:
+            embed = None
+        boundaries = [xs]
+        trees = None
+        for chunk in range(1, self._head):
+            del trees
+            trees = weights.take(chunk)
+            self._prefetch(weights, range(chunk + 1, self._head + 1))
+            previous = xs
+            with self._tracer.span("compute", f"forward {self._layouts[chunk].name}"):
+                forward = self._programs.forward(self._layer_fns[chunk - 1])
+                xs = [
+                    forward(trees, x, batch)
+                    for x, batch in zip(previous, microbatches, strict=True)
+                ]
+            if keep_last:
+                boundaries.append(xs)
+            else:
+                boundaries = [xs]
+            jax.block_until_ready(previous)
+            if chunk > 1 or not self._tied:
+                weights.release(chunk - 1)
+        if not keep_last:
+            jax.block_until_ready(xs)
+            weights.release(self._head - 1)
+            trees = None
+        return boundaries, embed, trees
+
+    def _head_pass(
+        self,
+        weights: WeightSource,
+        embed: Any,
+        xs: list[jax.Array],
+        microbatches: Sequence[DeviceBatch],
+        scale: jax.Array,
+    ) -> tuple[list[jax.Array], list[jax.Array], Any]:
+        """Losses, gradients by the head's inputs, and sums of (head, embed) gradients."""
+        head = weights.take(self._head)[0]
+        self._prefetch(weights, range(self._head - 2, 0, -1))
+        program = self._programs.head_backward(len(microbatches) > 1)
+        losses, dxs, sums = [], [], None
+        with self._tracer.span("compute", "head and loss"):
+            for x, batch in zip(xs, microbatches, strict=True):
+                loss, dx, sums = program(head, embed, x, batch, scale, sums)
+                losses.append(loss)
+                dxs.append(dx)
+        jax.block_until_ready(xs)
+        return losses, dxs, sums
+
+    def _chunk_backward(
+        self,
+        chunk: int,
+        trees: Any,
+        xs: list[jax.Array],
+        dxs: list[jax.Array],
+        microbatches: Sequence[DeviceBatch],
+    ) -> tuple[list[jax.Array], Any]:
+        program = self._programs.backward(self._layer_fns[chunk - 1], len(microbatches) > 1)
+        out, sums = [], None
+        with self._tracer.span("compute", f"backward {self._layouts[chunk].name}"):
+            for x, dx, batch in zip(xs, dxs, microbatches, strict=True):
+                below, sums = program(trees, x, dx, batch, sums)
+                out.append(below)
+        return out, sums
+
+    def _embed_pass(
+        self,
+        weights: WeightSource,
+        dxs: list[jax.Array],
+        microbatches: Sequence[DeviceBatch],
+        sums: Any,
+    ) -> Any:
+        """Gradients of the embedding, its weights fetched again only if they are needed."""
+        if self._embed_reads_values is None:
+            self._embed_reads_values = self._programs.embed_backward_reads_values(
+                microbatches[0], dxs[0]
+            )
+        embed = weights.take(0)[0] if self._embed_reads_values else None
+        with self._tracer.span("compute", "backward embed"):
+            for dx, batch in zip(dxs, microbatches, strict=True):
+                sums = self._programs.embed_backward(embed, batch, dx, sums)
+        if self._embed_reads_values:
+            jax.block_until_ready(sums)
+            weights.release(0)
+        return sums
+
+    def _send(
+        self, chunk: int, sums: Any, squares: list[jax.Array | None], sink: GradientSink
+    ) -> jax.Array:
+        """Pack a chunk's gradients, start their copy to the host; returns what marks their end."""
+        layout = self._layouts[chunk]
+        with self._tracer.span("d2h", f"download {layout.name}"):
+            wire, squares[chunk] = self._programs.pack(layout, sums)
+            sink(chunk, self._gradients.send(wire, layout))
+        return squares[chunk]
+
+    def _prefetch(self, weights: WeightSource, order: range) -> None:
+        """Start the next copies, as deep as allowed; stop at the first that would have to wait."""
+        for chunk in order[: self._depth]:
+            if not weights.prefetch(chunk):
+                return

@@ -1,0 +1,257 @@
+"""Process set-up: what JAX reads once, before its first use.
+
+Platforms, the number of CPU devices, XLA flags and the limit of pinned host memory are fixed when
+JAX's backends start; set later, XLA flags are ignored without a word. So `configure()` comes first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import glob
+import importlib.metadata
+import importlib.util
+import os
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import jax
+
+Platform = Literal["auto", "cpu", "cuda"]
+
+_MULTI_OUTPUT_FUSION = "xla_cpu_use_multi_output_fusion"
+_EXTRA_OPTIONS = "--xla_backend_extra_options="
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessSetup:
+    """What `configure()` fixed for this process.
+
+    Attributes:
+      platform: where the model computes, "cpu" or "cuda".
+      num_devices: compute devices G; None means every visible GPU.
+      device_ids: which GPUs, by index among the visible ones; None means the first `num_devices`.
+      num_host_devices: CPU devices K over which the host state is sharded; a multiple of G.
+    """
+
+    platform: str
+    num_devices: int | None
+    device_ids: tuple[int, ...] | None
+    num_host_devices: int
+
+    def devices(self) -> tuple[list[jax.Device], list[jax.Device]]:
+        """Compute devices and host devices, two disjoint lists; starts JAX's backends.
+
+        Raises:
+          RuntimeError: fewer devices are there than were asked for.
+        """
+        import jax
+
+        if self.platform == "cpu":
+            cpus = jax.devices("cpu")
+            count = self.num_devices or 1
+            _require(len(cpus) >= count + self.num_host_devices, "CPU devices", len(cpus))
+            return cpus[:count], cpus[count : count + self.num_host_devices]
+        gpus = jax.devices()
+        wanted = self.device_ids or tuple(range(self.num_devices or len(gpus)))
+        _require(max(wanted) < len(gpus), f"GPUs ({len(gpus)} visible)", max(wanted) + 1)
+        cpus = jax.devices("cpu")
+        _require(len(cpus) >= self.num_host_devices, "CPU devices", len(cpus))
+        return [gpus[i] for i in wanted], cpus[: self.num_host_devices]
+
+
+def _require(condition: bool, what: str, got: int) -> None:
+    if not condition:
+        raise RuntimeError(
+            f"not enough {what}: {got}. slidedp_jax.configure() must run before JAX's first use and "
+            "ask for no more devices than the machine has."
+        )
+
+
+_setup: ProcessSetup | None = None
+
+
+def configure(
+    *,
+    platform: Platform = "auto",
+    num_devices: int | None = None,
+    device_ids: tuple[int, ...] | None = None,
+    num_host_devices: int | None = None,
+    device_memory_fraction: float = 0.92,
+    pinned_limit_gib: int | None = None,
+    compilation_cache: str | None = None,
+) -> ProcessSetup:
+    """Fix platforms, CPU devices, XLA flags and memory limits; the first line of a script.
+
+    Args:
+      platform: "cuda", "cpu", or "auto": CUDA where a GPU and JAX's CUDA plugin are present.
+      num_devices: compute devices to use; None means every visible GPU, or one CPU device.
+      device_ids: indices of the GPUs to use (`--devices 1,3`); excludes `num_devices`.
+      num_host_devices: CPU devices that hold and update the state; None leaves a quarter of the
+        cores to copies and dispatch when GPUs compute. Rounded up to a multiple of the devices.
+      device_memory_fraction: share of GPU memory that JAX reserves at its start.
+      pinned_limit_gib: cap of JAX's pinned host pool (gradients in flight); None: most of the RAM.
+      compilation_cache: folder of JAX's persistent compilation cache; None leaves JAX's setting.
+
+    Returns:
+      The set-up; a second call with the same arguments returns it again.
+
+    Raises:
+      RuntimeError: JAX's backends have already started, or an earlier call fixed something else.
+      ValueError: arguments that contradict each other.
+    """
+    global _setup
+    if device_ids is not None:
+        if num_devices is not None and num_devices != len(device_ids):
+            raise ValueError(
+                f"num_devices={num_devices} and device_ids={device_ids} disagree; give one of them"
+            )
+        num_devices = len(device_ids)
+    if num_devices is not None and num_devices < 1:
+        raise ValueError(f"num_devices={num_devices}; at least 1 is needed")
+    resolved = _resolve_platform(platform)
+    if resolved == "cpu" and device_ids is not None:
+        raise ValueError("device_ids names GPUs, but the platform is cpu; use num_devices")
+    group = num_devices or _visible_gpus(resolved)
+    host = num_host_devices or _default_host_devices(resolved, group)
+    host = -(-host // group) * group
+    wanted = ProcessSetup(
+        platform=resolved,
+        num_devices=num_devices,
+        device_ids=device_ids,
+        num_host_devices=host,
+    )
+    if _setup is not None:
+        if _setup == wanted:
+            return _setup
+        raise RuntimeError(f"configure() already fixed {_setup}; it cannot become {wanted}")
+    _check_not_started()
+    _set_environment(resolved, device_memory_fraction, pinned_limit_gib)
+    import jax
+
+    jax.config.update("jax_platforms", "cuda,cpu" if resolved == "cuda" else "cpu")
+    jax.config.update("jax_num_cpu_devices", host + (group if resolved == "cpu" else 0))
+    if compilation_cache is not None:
+        jax.config.update("jax_compilation_cache_dir", compilation_cache)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    _setup = wanted
+    return wanted
+
+
+def current_setup() -> ProcessSetup:
+    """The set-up of this process.
+
+    Raises:
+      RuntimeError: `configure()` was not called.
+    """
+    if _setup is None:
+        raise RuntimeError(
+            "slidedp_jax.configure() has not been called. Make it the first line of the script, "
+            "before anything that uses JAX (nnx.Rngs, jnp arrays, jax.devices)."
+        )
+    return _setup
+
+
+def _check_not_started() -> None:
+    if "jax" not in sys.modules:
+        return
+    from jax._src import xla_bridge  # the only place that knows without starting the backends
+
+    if xla_bridge.backends_are_initialized():
+        raise RuntimeError(
+            "JAX's backends have already started, so platforms, CPU devices and XLA flags can no "
+            "longer be set. Call slidedp_jax.configure() before the first use of JAX: move it above "
+            "nnx.Rngs(...), jnp arrays and jax.devices()."
+        )
+
+
+def _set_environment(platform: str, fraction: float, pinned_limit_gib: int | None) -> None:
+    if _jax_version() < (0, 11):
+        _add_multi_output_fusion()
+    if platform == "cpu":
+        # Fewer threads than participants of a collective can deadlock on small machines.
+        os.environ.setdefault("PJRT_NPROC", "32")
+        return
+    _map_large_allocations()
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(fraction))
+    if pinned_limit_gib is None:
+        pinned_limit_gib = max(8, int(_physical_memory_gib() * 0.6))
+    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(pinned_limit_gib))
+
+
+def _jax_version() -> tuple[int, ...]:
+    return tuple(int(part) for part in importlib.metadata.version("jax").split(".")[:2])
+
+
+def _add_multi_output_fusion() -> None:
+    """Let XLA:CPU fuse the outputs of one host update.
+
+    The update on whole arrays, the only fast form before JAX 0.11, then runs twice as fast; the
+    blocked form of later versions loses its in-place writes with it.
+    """
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    extra = [flag for flag in flags if flag.startswith(_EXTRA_OPTIONS)]
+    options = extra[-1].removeprefix(_EXTRA_OPTIONS).split(",") if extra else []
+    if not any(option.startswith(_MULTI_OUTPUT_FUSION) for option in options):
+        options.append(_MULTI_OUTPUT_FUSION)
+    flags = [flag for flag in flags if not flag.startswith(_EXTRA_OPTIONS)]
+    os.environ["XLA_FLAGS"] = " ".join([*flags, _EXTRA_OPTIONS + ",".join(options)])
+
+
+def _map_large_allocations() -> None:
+    """Give every allocation of a mebibyte or more pages of its own, so that it can be page-locked.
+
+    The C library otherwise raises this threshold as memory is freed, and neighbouring arrays then
+    share pages, which cannot be registered twice.
+    """
+    libc = ctypes.CDLL(None)
+    threshold_parameter = -3  # M_MMAP_THRESHOLD of malloc.h
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(threshold_parameter, 1 << 20)
+
+
+def _physical_memory_gib() -> float:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+
+
+def _resolve_platform(platform: Platform) -> str:
+    if platform not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"platform={platform!r}; allowed: 'auto', 'cpu', 'cuda'")
+    plugin = any(_has_module(f"jax_plugins.xla_cuda{major}") for major in (12, 13))
+    if platform == "cuda" and not plugin:
+        raise RuntimeError(
+            "platform='cuda' needs JAX's CUDA plugin: pip install 'slidedp_jax[cuda13]'"
+        )
+    if platform != "auto":
+        return platform
+    if os.environ.get("JAX_PLATFORMS", "").split(",")[0] == "cpu":
+        return "cpu"
+    return "cuda" if plugin and _gpu_nodes() else "cpu"
+
+
+def _has_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _gpu_nodes() -> list[str]:
+    return glob.glob("/dev/nvidia[0-9]*")
+
+
+def _visible_gpus(platform: str) -> int:
+    if platform == "cpu":
+        return 1
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return max(1, len([entry for entry in visible.split(",") if entry.strip()]))
+    return max(1, len(_gpu_nodes()))
+
+
+def _default_host_devices(platform: str, group: int) -> int:
+    """Cores for the update: three quarters beside GPUs (copies and dispatch need the rest)."""
+    cores = len(os.sched_getaffinity(0))
+    spare = 0 if platform == "cpu" else max(1, cores // 4)
+    return max(group, (cores - spare) // group * group)

@@ -1,0 +1,184 @@
+"""How a chunk's weights reach every compute device and how its gradients come back.
+
+The host layout does not depend on the route. Pieces: the flat array lies in K pieces on the host
+devices; G compute devices, K a multiple of G.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from planner.strategy import GradientRoute, WeightRoute
+from slidedp_jax.chunk import ChunkLayout
+from slidedp_jax.transfers import download, on_host_devices, upload
+
+DATA_AXIS = "data"
+
+
+class WeightPath(Protocol):
+    """A weight route at work: pieces in host memory -> the flat array inside a trace."""
+
+    spec: PartitionSpec
+
+    def fetch(self, pieces: Sequence[np.ndarray]) -> tuple[jax.Array, ...]:
+        """Start the copies of one flat array; returns the arrays that `assemble` takes."""
+        ...
+
+    def assemble(self, arrays: Sequence[jax.Array]) -> jax.Array:
+        """Inside `shard_map` over the data axis: the whole flat array on each device."""
+        ...
+
+
+class Replicate:
+    """Every device pulls every piece."""
+
+    spec = PartitionSpec()
+
+    def __init__(self, mesh: Mesh):
+        self._devices = list(mesh.devices.flat)
+        self._sharding = NamedSharding(mesh, self.spec)
+
+    def fetch(self, pieces: Sequence[np.ndarray]) -> tuple[jax.Array, ...]:
+        """One replicated array per piece."""
+        views = [piece for piece in pieces for _ in self._devices]
+        copies = upload(views, self._devices * len(pieces))
+        count = len(self._devices)
+        return tuple(
+            jax.make_array_from_single_device_arrays(
+                piece.shape, self._sharding, copies[number * count : (number + 1) * count]
+            )
+            for number, piece in enumerate(pieces)
+        )
+
+    def assemble(self, arrays: Sequence[jax.Array]) -> jax.Array:
+        """Concatenate the pieces."""
+        return _concatenate(arrays)
+
+
+class ShardAllGather:
+    """Every device pulls its share of the pieces; a collective gathers the rest."""
+
+    spec = PartitionSpec(DATA_AXIS)
+
+    def __init__(self, mesh: Mesh):
+        self._devices = list(mesh.devices.flat)
+        self._sharding = NamedSharding(mesh, self.spec)
+
+    def fetch(self, pieces: Sequence[np.ndarray]) -> tuple[jax.Array, ...]:
+        """K / G arrays; the n-th holds the n-th piece of each device's share."""
+        count = len(self._devices)
+        share = len(pieces) // count
+        views = [pieces[device * share + n] for n in range(share) for device in range(count)]
+        copies = upload(views, self._devices * share)
+        shape = (count * pieces[0].shape[0],)
+        return tuple(
+            jax.make_array_from_single_device_arrays(
+                shape, self._sharding, copies[n * count : (n + 1) * count]
+            )
+            for n in range(share)
+        )
+
+    def assemble(self, arrays: Sequence[jax.Array]) -> jax.Array:
+        """Concatenate the own share, then gather the shares in device order."""
+        return jax.lax.all_gather(_concatenate(arrays), DATA_AXIS, tiled=True)
+
+
+def weight_path(route: WeightRoute, mesh: Mesh) -> WeightPath:
+    """The named weight route on a mesh of compute devices."""
+    if route == "replicate":
+        return Replicate(mesh)
+    if route == "shard_all_gather":
+        return ShardAllGather(mesh)
+    raise ValueError(f"weight_route={route!r}; allowed: 'replicate', 'shard_all_gather'")
+
+
+class GradientPath:
+    """A gradient route at work.
+
+    `reduce_scatter`: the devices sum in fp32, each rounds and sends 1/G. `host_sum`: each device
+    rounds and sends its own gradient, and the host sums them in fp32 while it updates; in bf16
+    compute that rounds G times instead of once.
+
+    Args:
+      route: which.
+      mesh: compute devices.
+      host_sharding: sharding of the host state.
+      wire_dtype: dtype in which gradients travel: bfloat16, or float32 in fp32 compute.
+    """
+
+    def __init__(
+        self,
+        route: GradientRoute,
+        mesh: Mesh,
+        host_sharding: NamedSharding,
+        wire_dtype: jnp.dtype,
+    ):
+        if route not in ("reduce_scatter", "host_sum"):
+            raise ValueError(f"gradient_route={route!r}; allowed: 'reduce_scatter', 'host_sum'")
+        self.sums_on_host = route == "host_sum" and mesh.size > 1
+        self.wire_dtype = wire_dtype
+        self._mesh = mesh
+        self._host_sharding = host_sharding
+
+    def to_wire(self, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Inside `shard_map`: own gradient [n] -> (what this device sends, its sum of squares [1]).
+
+        The sum of squares is of the rounded values, in fp32; NaN-free zero where the host sums.
+        """
+        if self.sums_on_host:
+            return gradient.astype(self.wire_dtype), jnp.zeros(1, jnp.float32)
+        if self._mesh.size > 1:
+            summed = gradient.astype(jnp.float32)
+            gradient = jax.lax.psum_scatter(summed, DATA_AXIS, tiled=True)
+        wire = gradient.astype(self.wire_dtype)
+        return wire, jnp.sum(jnp.square(wire.astype(jnp.float32)))[None]
+
+    def send(self, wire: jax.Array, layout: ChunkLayout) -> ArrivingGradient:
+        """Start the copy to the host of what `to_wire` made, [n] or [G * n] over the data axis."""
+        return ArrivingGradient(
+            pinned=download(wire),
+            num_summands=self._mesh.size if self.sums_on_host else 1,
+            layout=layout,
+            host_sharding=self._host_sharding,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrivingGradient:
+    """A chunk's gradient on its way into pinned host memory."""
+
+    pinned: jax.Array
+    num_summands: int
+    layout: ChunkLayout
+    host_sharding: NamedSharding
+
+    def wait(self) -> None:
+        """Block until the bytes have arrived."""
+        jax.block_until_ready(self.pinned)
+
+    def summands(self) -> list[jax.Array]:
+        """The gradient as arrays [padded_size] over the host devices that share its memory."""
+        shards = sorted(self.pinned.addressable_shards, key=lambda s: s.index[0].start or 0)
+        views = [np.asarray(shard.data) for shard in shards]
+        size = self.layout.piece_size
+        parts = [
+            view[start : start + size] for view in views for start in range(0, len(view), size)
+        ]
+        count = self.layout.num_pieces
+        return [
+            on_host_devices(
+                parts[n * count : (n + 1) * count], self.host_sharding, self.layout.padded_size
+            )
+            for n in range(self.num_summands)
+        ]
+
+
+def _concatenate(arrays: Sequence[jax.Array]) -> jax.Array:
+    return jnp.concatenate(arrays) if len(arrays) > 1 else arrays[0]

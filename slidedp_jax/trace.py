@@ -1,0 +1,79 @@
+"""Spans of work on the four lanes, for timelines and for tests that delay a lane.
+
+Lanes are `h2d`, `compute`, `d2h` and `host_update`. The runtime brackets what it does with
+`tracer.span(lane, name)`; with the default tracer that costs nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pathlib
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+Lane = Literal["h2d", "compute", "d2h", "host_update"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """One piece of work: seconds since the tracer's start."""
+
+    lane: Lane
+    name: str
+    start_s: float
+    end_s: float
+
+
+class Tracer:
+    """Takes no notes."""
+
+    @contextlib.contextmanager
+    def span(self, lane: Lane, name: str) -> Iterator[None]:
+        """Bracket a piece of work of `lane`."""
+        yield
+
+
+class RecordingTracer(Tracer):
+    """Keeps every span; spans of `compute`, `h2d` and `d2h` are dispatch times of the host."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self._start = time.perf_counter()
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def span(self, lane: Lane, name: str) -> Iterator[None]:
+        """Record start and end."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            end = time.perf_counter()
+            span = Span(lane=lane, name=name, start_s=start - self._start, end_s=end - self._start)
+            with self._lock:
+                self.spans.append(span)
+
+    def busy_s(self, lane: Lane) -> float:
+        """Seconds that the spans of one lane cover in sum."""
+        return sum(span.end_s - span.start_s for span in self.spans if span.lane == lane)
+
+    def save_chrome_trace(self, path: pathlib.Path) -> None:
+        """Write the spans in Chrome's trace-event format (microseconds)."""
+        lanes = {"h2d": 0, "compute": 1, "d2h": 2, "host_update": 3}
+        events = [
+            {
+                "name": span.name,
+                "cat": span.lane,
+                "ph": "X",
+                "pid": 0,
+                "tid": lanes[span.lane],
+                "ts": span.start_s * 1e6,
+                "dur": (span.end_s - span.start_s) * 1e6,
+            }
+            for span in self.spans
+        ]
+        path.write_text(json.dumps({"traceEvents": events}))

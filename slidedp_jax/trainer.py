@@ -1,0 +1,263 @@
+"""The script API: one object that owns the host state and runs steps on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from models.streamed import StreamedModel
+from planner.strategy import Strategy
+from slidedp_jax.batch import PreparedBatch, prepare
+from slidedp_jax.chunk import ChunkLayout, lay_out
+from slidedp_jax.compute import ComputePrograms
+from slidedp_jax.elementwise import ElementwiseOptimizer
+from slidedp_jax.errors import UserError
+from slidedp_jax.fences import Fences
+from slidedp_jax.host_optimizer import HostOptimizer, NonfinitePolicy
+from slidedp_jax.host_store import HostStore
+from slidedp_jax.metrics import StepMetrics, mean_loss
+from slidedp_jax.pipeline import Pipeline
+from slidedp_jax.process import current_setup
+from slidedp_jax.routes import DATA_AXIS, GradientPath, weight_path
+from slidedp_jax.trace import Tracer
+from slidedp_jax.update_kernel import KernelForm, UpdateKernels, choose_form
+from slidedp_jax.weight_window import StreamedWeights
+
+Parameters = Mapping[str, np.ndarray] | Callable[[Callable[[str, np.ndarray], None]], Any]
+
+
+class Trainer:
+    """Full-parameter training of a model whose state lives in host memory.
+
+    Args:
+      model: the decoder, `models.decoder.build(config)`.
+      optimizer: an element-wise optax transformation without a clip (`optax.adamw(1e-5)`); it sees
+        the parameters as a flat dict from full name to array.
+      strategy: chunking, routes and policies, as planned by `slidedp_jax.planning`.
+      parameters: starting weights: a mapping from full name to array, a function that is called
+        with `write(name, array)`, or None for `model.initial_value`.
+      seed: of the starting weights where `parameters` is None.
+      max_grad_norm: limit of the global gradient norm, exact; None for none.
+      on_nonfinite: "stop" at a non-finite gradient norm, or "skip" the step.
+      kernel_form: form of the update kernel; None measures which is faster here.
+      tracer: takes note of what each lane does.
+
+    Raises:
+      UserError: the optimizer is not element-wise, or the strategy does not fit the devices.
+      RuntimeError: `slidedp_jax.configure()` has not been called.
+    """
+
+    def __init__(
+        self,
+        model: StreamedModel,
+        optimizer: optax.GradientTransformation,
+        *,
+        strategy: Strategy,
+        parameters: Parameters | None = None,
+        seed: int = 0,
+        max_grad_norm: float | None = 1.0,
+        on_nonfinite: NonfinitePolicy = "stop",
+        kernel_form: KernelForm | None = None,
+        tracer: Tracer | None = None,
+    ):
+        self.strategy = strategy
+        self.model = model
+        self.step_count = 0
+        self._tracer = tracer or Tracer()
+        self._devices, host_devices = current_setup().devices()
+        self._check_strategy(len(host_devices))
+        self._mesh = Mesh(
+            np.array(self._devices), (DATA_AXIS,), axis_types=(jax.sharding.AxisType.Auto,)
+        )
+        shapes = {
+            name: tuple(leaf.shape)
+            for stage in model.stages()
+            for name, leaf in zip(
+                stage.parameter_names(), jax.tree.leaves(stage.shapes), strict=True
+            )
+        }
+        self._optimizer = ElementwiseOptimizer(optimizer, shapes)
+        layouts, layer_fns = _chunks(model, strategy, self._optimizer.groups)
+        wide = strategy.compute_dtype == "float32"
+        self.store = HostStore(
+            layouts,
+            host_devices[: strategy.num_host_devices],
+            self._optimizer.state_dtypes,
+            compute_device=self._devices[0],
+            upload_low=wide,
+        )
+        self._write_parameters(parameters, seed)
+        self.kernel_form = kernel_form or choose_form(
+            self._optimizer, self.store.sharding, block_size=strategy.block_size
+        )
+        self._kernels = UpdateKernels(
+            self._optimizer,
+            self.store.sharding,
+            block_size=strategy.block_size,
+            form=self.kernel_form,
+        )
+        for chunk in self.store.chunks:
+            chunk.replace(self._kernels.init(chunk.layout, chunk.arrays))
+        dtype = jnp.dtype(strategy.compute_dtype)
+        weights = weight_path(strategy.weight_route, self._mesh)
+        gradients = GradientPath(strategy.gradient_route, self._mesh, self.store.sharding, dtype)
+        self._programs = ComputePrograms(model, self._mesh, weights, gradients, dtype)
+        self._fences = Fences(len(layouts))
+        self.weights = StreamedWeights(
+            self.store,
+            self._fences,
+            weights,
+            self._programs,
+            with_low=wide,
+            tracer=self._tracer,
+        )
+        self._updates = HostOptimizer(
+            self.store,
+            self._fences,
+            self._optimizer,
+            self._kernels,
+            policy=strategy.update_policy,
+            max_grad_norm=max_grad_norm,
+            on_nonfinite=on_nonfinite,
+            sums_on_host=gradients.sums_on_host,
+            tracer=self._tracer,
+        )
+        self._pipeline = Pipeline(
+            layouts,
+            layer_fns,
+            tied=model.tied,
+            programs=self._programs,
+            gradients=gradients,
+            prefetch_depth=strategy.prefetch_depth,
+            tracer=self._tracer,
+        )
+
+    def step(self, batch: Mapping[str, np.ndarray]) -> StepMetrics:
+        """One optimizer step on a batch of rows (see `slidedp_jax.batch`).
+
+        Returns as soon as everything has been issued; updates run on beside the next step.
+
+        Raises:
+          UserError: the batch does not fit the model.
+          TrainingStopped: an update failed or a gradient was not finite.
+        """
+        prepared = self._prepare(batch)
+        step = self.step_count + 1
+        self.weights.require(self.step_count)
+        try:
+            outputs = self._pipeline.step(
+                self.weights,
+                self._place(prepared),
+                self._scalar(1 / prepared.num_supervised),
+                lambda chunk, gradient: self._updates.submit(step, chunk, gradient),
+            )
+        except BaseException as error:
+            self._fences.fail(error)
+            raise
+        self.step_count = step
+        return StepMetrics(
+            step=step,
+            losses=outputs.losses,
+            num_supervised=prepared.num_supervised,
+            num_tokens=prepared.num_tokens,
+            update=self._updates.end_backward(step, outputs.squares),
+        )
+
+    def evaluate(self, batch: Mapping[str, np.ndarray]) -> tuple[float, int]:
+        """Mean loss of a batch's supervised tokens under the current weights, and their number."""
+        prepared = self._prepare(batch)
+        self.weights.require(self.step_count)
+        losses = self._pipeline.losses(self.weights, self._place(prepared))
+        return mean_loss(losses, prepared.num_supervised), prepared.num_supervised
+
+    def parameters(self) -> dict[str, np.ndarray]:
+        """All master weights, float32 copies by full name; waits for pending updates."""
+        self.wait()
+        return {name: self.store.read(name) for name in self.store.parameter_names}
+
+    def wait(self) -> None:
+        """Block until every update of the steps so far is committed."""
+        for chunk in range(len(self._fences)):
+            self._fences.wait_committed(chunk, self.step_count)
+
+    def close(self) -> None:
+        """Finish pending updates, end the update thread and free the host state."""
+        self._updates.close()
+        self.store.close()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _prepare(self, batch: Mapping[str, np.ndarray]) -> PreparedBatch:
+        return prepare(
+            batch,
+            vocab_size=self.model.vocab_size,
+            num_devices=len(self._devices),
+            rows_per_microbatch=self.strategy.rows_per_microbatch,
+        )
+
+    def _place(self, prepared: PreparedBatch) -> list[dict[str, jax.Array]]:
+        rows = NamedSharding(self._mesh, PartitionSpec(DATA_AXIS))
+        return [jax.device_put(arrays, rows) for arrays in prepared.microbatches]
+
+    def _scalar(self, value: float) -> jax.Array:
+        return jax.device_put(np.float32(value), NamedSharding(self._mesh, PartitionSpec()))
+
+    def _write_parameters(self, parameters: Parameters | None, seed: int) -> None:
+        if parameters is None:
+            self.store.fill(lambda name, shape: self.model.initial_value(name, shape, seed))
+        elif isinstance(parameters, Mapping):
+            missing = self.store.shapes.keys() - parameters.keys()
+            unknown = parameters.keys() - self.store.shapes.keys()
+            if missing or unknown:
+                raise UserError(
+                    f"the starting weights lack {len(missing)} parameters (such as "
+                    f"{min(missing, default='none')}) and have {len(unknown)} that the model does "
+                    f"not have (such as {min(unknown, default='none')})"
+                )
+            for name, values in parameters.items():
+                self.store.write(name, np.asarray(values))
+        else:
+            parameters(self.store.write)
+
+    def _check_strategy(self, num_host_devices: int) -> None:
+        count = self.strategy.num_host_devices
+        if count > num_host_devices or count % len(self._devices):
+            raise UserError(
+                f"the strategy shards the host state over {count} host devices; this process has "
+                f"{num_host_devices}, and the number must be a multiple of its "
+                f"{len(self._devices)} compute devices. Plan again, or pass num_host_devices to "
+                "slidedp_jax.configure()"
+            )
+
+
+def _chunks(
+    model: StreamedModel, strategy: Strategy, groups: Mapping[str, int]
+) -> tuple[list[ChunkLayout], list[tuple[Any, ...]]]:
+    """Layouts of embedding, layer chunks and head, and the layer functions of each layer chunk."""
+
+    def layout(name: str, stages: Sequence[Any]) -> ChunkLayout:
+        return lay_out(
+            name,
+            stages,
+            groups,
+            block_size=strategy.block_size,
+            num_pieces=strategy.num_host_devices,
+        )
+
+    layouts = [layout("embed", [model.embed])]
+    layer_fns = []
+    for first in range(0, len(model.layers), strategy.layers_per_chunk):
+        last = min(first + strategy.layers_per_chunk, len(model.layers))
+        layouts.append(layout(f"layers.{first}-{last - 1}", model.layers[first:last]))
+        layer_fns.append(tuple(model.layer_fns[first:last]))
+    return [*layouts, layout("head", [model.head])], layer_fns

@@ -1,0 +1,116 @@
+"""Weights on the compute devices: fetched ahead, unpacked when needed, dropped after use.
+
+A chunk is fetched for step n + 1 only when its version n is committed (`fences`). At most
+`prefetch_depth` chunks are fetched ahead of the one in use.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import jax
+
+from slidedp_jax.compute import ComputePrograms
+from slidedp_jax.fences import Fences
+from slidedp_jax.host_store import HostStore
+from slidedp_jax.routes import WeightPath
+from slidedp_jax.trace import Tracer
+
+
+class WeightSource(Protocol):
+    """Where the pipeline gets a chunk's weights from."""
+
+    def prefetch(self, chunk: int) -> bool:
+        """Start bringing the chunk if that needs no waiting; whether it is on its way."""
+        ...
+
+    def take(self, chunk: int) -> Any:
+        """One parameter tree per stage of the chunk, on every compute device."""
+        ...
+
+    def release(self, chunk: int) -> None:
+        """The device is done with what `take` gave: programs that read it have completed."""
+        ...
+
+
+class StreamedWeights:
+    """Weights of the version that `require` names, from the host state."""
+
+    def __init__(
+        self,
+        store: HostStore,
+        fences: Fences,
+        path: WeightPath,
+        programs: ComputePrograms,
+        *,
+        with_low: bool,
+        tracer: Tracer,
+    ):
+        self._store = store
+        self._fences = fences
+        self._path = path
+        self._programs = programs
+        self._fields = (0, 1) if with_low else (0,)
+        self._tracer = tracer
+        self._arriving: dict[int, tuple[tuple[jax.Array, ...], ...]] = {}
+        self._version = 0
+        self.bytes_fetched = 0
+
+    def require(self, version: int) -> None:
+        """From now on fetch only chunks that have reached `version`."""
+        assert not self._arriving, "chunks of the last pass were fetched and never taken"
+        self._version = version
+
+    def prefetch(self, chunk: int) -> bool:
+        """Start the copy if the chunk's version is committed; never waits."""
+        if chunk in self._arriving:
+            return True
+        if not self._fences.is_committed(chunk, self._version):
+            return False
+        self._fetch(chunk)
+        return True
+
+    def take(self, chunk: int) -> Any:
+        """Wait for the version if need be, copy if that has not begun, and unpack."""
+        if chunk not in self._arriving:
+            self._fences.wait_committed(chunk, self._version)
+            self._fetch(chunk)
+        layout = self._store.layouts[chunk]
+        with self._tracer.span("compute", f"unpack {layout.name}"):
+            return self._programs.unpack(layout, self._arriving.pop(chunk))
+
+    def release(self, chunk: int) -> None:
+        """The chunk's copy is known to be complete, since programs that used it are."""
+        self._fences.end_copy(chunk)
+
+    def _fetch(self, chunk: int) -> None:
+        state = self._store.chunks[chunk]
+        self._fences.begin_copy(chunk)
+        with self._tracer.span("h2d", f"upload {state.layout.name}"):
+            self._arriving[chunk] = tuple(
+                self._path.fetch(state.views[field]) for field in self._fields
+            )
+        self.bytes_fetched += sum(
+            shard.data.nbytes
+            for field in self._arriving[chunk]
+            for array in field
+            for shard in array.addressable_shards
+        )
+
+
+class ResidentWeights:
+    """Weights that stay on the devices, for measuring what streaming costs."""
+
+    def __init__(self, trees: dict[int, Any]):
+        self._trees = trees
+
+    def prefetch(self, chunk: int) -> bool:
+        """Everything is there."""
+        return True
+
+    def take(self, chunk: int) -> Any:
+        """The resident trees."""
+        return self._trees[chunk]
+
+    def release(self, chunk: int) -> None:
+        """Nothing is freed."""
