@@ -29,6 +29,9 @@ LOGITS_PASSES = 6
 SUM_BYTES = 12
 """Traffic per weight of adding to an fp32 gradient sum: read sum and summand, write sum."""
 
+SUMMED_BYTES = 4
+"""Bytes per parameter of a reduce-scatter: the devices sum in fp32 and round afterwards."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkDurations:
@@ -196,7 +199,7 @@ class _Costs:
         if strategy.weight_route == "shard_all_gather":
             upload_bytes /= num_devices
         if strategy.gradient_route == "reduce_scatter":
-            pack_s += gradient_bytes * remote / hardware.gather_bytes_per_s
+            pack_s += SUMMED_BYTES * size * remote / hardware.gather_bytes_per_s
             download_bytes /= num_devices
         else:
             summands = num_devices

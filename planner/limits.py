@@ -21,7 +21,7 @@ _ADVICE: Mapping[str, str] = {
     "recompute_residuals": "use shorter sequences",
     "layer_workspace": "use shorter sequences",
     "layer_gradients": "use devices with more memory",
-    "tied_embedding_gradient": "use devices with more memory",
+    "embedding_gradient_sum": "use devices with more memory",
     "embedding_gradient": "use devices with more memory",
     "head_gradient": "use devices with more memory",
     "logits": "use a smaller loss_chunk_tokens",

@@ -32,9 +32,6 @@ LOGITS_COPIES = 3
 BATCH_ARRAYS = 4
 """int32 arrays [rows, T]: inputs, targets, positions, segments."""
 
-WIRE_COPIES = 2
-"""Gradients of chunks on their way to the host beside the one being computed, plus that one."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryUse:
@@ -103,15 +100,17 @@ def device_phases(
     - `forward`: the last layer chunk runs forward; every chunk's input is kept.
     - `loss`: logits and the head's gradient, the layer window still there.
     - `backward`: the last layer chunk runs backward; nothing has been freed yet.
-    - `embedding_backward`: the embedding's gradient, the other gradients leaving.
+    - `pack`: that chunk's gradient is packed, summed over devices in fp32 and rounded.
+    - `embedding_backward`: the embedding's gradient (always fp32), the other gradients leaving.
     """
     sizes = _Sizes(workload, chunks, batch, strategy, num_devices)
     tied, inputs = workload.tied, len(chunks.layers)
     batch_arrays = {"batch_arrays": sizes.batch_arrays}
     embedding_kept = {"embedding_weights": sizes.weights(chunks.embed)} if tied else {}
-    tied_gradient = {"tied_embedding_gradient": 4.0 * chunks.embed.num_parameters} if tied else {}
-    head_in_flight = 0.0 if tied else sizes.wire(chunks.head)
+    embedding_sum = {"embedding_gradient_sum": 4.0 * chunks.embed.num_parameters}
+    tied_gradient = embedding_sum if tied else {}
     layer_wire = sizes.wire(sizes.largest_layer)
+    leaving = max(layer_wire, 0.0 if tied else sizes.wire(chunks.head))
     return {
         "embedding": {
             "layer_weights": sizes.prefetched,
@@ -140,9 +139,14 @@ def device_phases(
             "boundary_activations": (inputs + 1) * sizes.boundary + sizes.boundary_microbatch,
             "recompute_residuals": sizes.residuals,
             "layer_workspace": sizes.per_microbatch("backward_workspace_elements"),
-            "layer_gradients": sizes.gradient(sizes.largest_layer)
-            + layer_wire
-            + max(layer_wire, head_in_flight),
+            "layer_gradients": sizes.gradient(sizes.largest_layer) + leaving,
+            **tied_gradient,
+            **batch_arrays,
+        },
+        "pack": {
+            "layer_weights": sizes.window,
+            "boundary_activations": (inputs + 1) * sizes.boundary,
+            "layer_gradients": sizes.packing(sizes.largest_layer) + layer_wire + leaving,
             **tied_gradient,
             **batch_arrays,
         },
@@ -150,8 +154,8 @@ def device_phases(
             "layer_weights": sizes.prefetched,
             "boundary_activations": sizes.boundary,
             "layer_gradients": layer_wire,
-            "embedding_gradient": sizes.gradient(chunks.embed) + sizes.wire(chunks.embed),
-            **tied_gradient,
+            **embedding_sum,
+            "embedding_gradient": 4.0 * chunks.embed.padded_parameters + sizes.wire(chunks.embed),
             **batch_arrays,
         },
     }
@@ -198,11 +202,18 @@ class _Sizes:
         return whole / self._num_devices if self._scatters else whole
 
     def gradient(self, chunk: ChunkWork) -> float:
-        """A gradient as it comes out of the backward pass, its sum, and its packed copy."""
+        """A gradient as it comes out of the backward pass, and the fp32 sum over microbatches."""
         compute = self._strategy.compute_bytes
         per_parameter = compute if self._strategy.num_microbatches == 1 else compute + 4
-        packed = self._strategy.gradient_bytes if self._scatters and self._num_devices > 1 else 0
-        return float(per_parameter * chunk.num_parameters + packed * chunk.padded_parameters)
+        return float(per_parameter * chunk.num_parameters)
+
+    def packing(self, chunk: ChunkWork) -> float:
+        """A gradient as trees, packed, and in fp32 where the devices sum it."""
+        accumulated = self._strategy.compute_bytes if self._strategy.num_microbatches == 1 else 4
+        widened = 4 if self._scatters and self._num_devices > 1 and accumulated < 4 else 0
+        return float(
+            accumulated * chunk.num_parameters + (accumulated + widened) * chunk.padded_parameters
+        )
 
     def per_microbatch(self, attribute: str) -> float:
         """The largest layer's elements of one kind for the tokens of one microbatch."""

@@ -9,8 +9,9 @@ The schedule (one wave, every microbatch passes a chunk while it is there):
   runs beside the compute of the chunks in between and no earlier. A forward upload also waits for
   the chunk's update of the step before.
 - d2h: each chunk's gradient after its backward. At most two gradients are on their way.
-- host_update: `eager`, when the gradient has arrived; `deferred`, when the last gradient is
-  computed and so the norm over all is known. Waiting updates run in the order of the next forward.
+- host_update: `eager`, when the gradient has arrived, the lowest waiting chunk first; `deferred`,
+  when the last gradient is computed and so the norm over all is known, strictly in the order of the
+  next forward.
 
 Bounds as in Calculon (Isaev et al., SC'23) and the scaling book: a step takes at least as long as
 its busiest lane or shared resource, and at most as long as all lanes one after the other.
@@ -145,14 +146,14 @@ def lower_bound_s(
 def _longest_circle_s(durations: Sequence[ChunkDurations], strategy: Strategy) -> float:
     """Embedding: all compute, then download, update, upload.
 
-    Deferred, also chunk j: compute from its forward to the end of the step, the updates of chunks
-    0..j, which start after that, and its upload.
+    Deferred, also chunk j: compute from its forward to the end of the step, the embedding's
+    download, the updates of chunks 0..j, and its upload.
     """
     compute_s = sum(chunk.forward_s + chunk.backward_s for chunk in durations)
     embed = durations[0]
     longest_s = compute_s + embed.download_s + embed.update_s + embed.upload_s
     if strategy.update_policy == "deferred":
-        updates_s = 0.0
+        updates_s = embed.download_s
         for chunk in durations[:-1]:
             updates_s += chunk.update_s
             longest_s = max(longest_s, updates_s + chunk.upload_s + compute_s)
@@ -221,11 +222,14 @@ class _Schedule:
             upload = () if stays else self._upload(chunk, version)
             use = self._use(self._chunks[chunk].backward_s, (*upload, *self._gradient_room()))
             downloads[chunk] = self._download(chunk, use)
-        norm = (self._uses[-1],) if self._strategy.update_policy == "deferred" else ()
-        return {
-            chunk: self._update(step, chunk, (download, *norm))
-            for chunk, download in sorted(downloads.items())
-        }
+        deferred = self._strategy.update_policy == "deferred"
+        # The norm is known when the last gradient is; then each update follows the one below.
+        before = self._uses[-1]
+        updates: dict[int, int] = {}
+        for chunk, download in sorted(downloads.items()):
+            after = (download, before) if deferred else (download,)
+            updates[chunk] = before = self._update(step, chunk, after)
+        return updates
 
     def _use(self, seconds: float, after: tuple[int, ...]) -> int:
         index = self._add("compute", seconds, after, {})

@@ -93,17 +93,24 @@ def test_device_phases_by_hand_tied_on_two_devices():
         "boundary_activations": 3 * boundary + boundary / 2,
         "recompute_residuals": 32 * 2 * (7 + 7),
         "layer_workspace": 32 * 2 * 5,
-        # fp32 sum + bf16 gradient, packed copy, two halves on their way.
-        "layer_gradients": 66 * 6 + 72 * 2 + 2 * 72,
-        "tied_embedding_gradient": 4 * 40,
+        "layer_gradients": 66 * (4 + 2) + 2 * 72 / 2,  # fp32 sum, bf16 summand; one leaving
+        "embedding_gradient_sum": 4 * 40,
+        "batch_arrays": batch_arrays,
+    }
+    assert phases["pack"] == {
+        "layer_weights": window,
+        "boundary_activations": 3 * boundary,
+        # fp32 trees, packed; rounded halves of this and of the chunk above.
+        "layer_gradients": 66 * 4 + 72 * 4 + 2 * (2 * 72 / 2),
+        "embedding_gradient_sum": 4 * 40,
         "batch_arrays": batch_arrays,
     }
     assert phases["embedding_backward"] == {
         "layer_weights": 72,
         "boundary_activations": boundary,
         "layer_gradients": 72,
-        "embedding_gradient": 40 * 6 + 40 * 2 + 40,
-        "tied_embedding_gradient": 160,
+        "embedding_gradient_sum": 160,
+        "embedding_gradient": 40 * 4 + 40,
         "batch_arrays": batch_arrays,
     }
 
@@ -114,9 +121,10 @@ def test_one_device_one_microbatch_untied_drops_sums_and_packed_copies():
     strategy = replace(STRATEGY, layers_per_chunk=1, rows_per_microbatch=8, num_microbatches=1)
     phases = device_phases(workload, chunks, BATCH, strategy, 1)
     assert phases["backward"]["layer_weights"] == 3 * 2 * 40
-    # Head (40 + 4 -> 48 padded) may still be on its way beside the layer's own.
-    assert phases["backward"]["layer_gradients"] == 33 * 2 + 2 * 40 + 2 * 48
-    assert "tied_embedding_gradient" not in phases["backward"]
+    # The head's (40 + 4 -> 48 padded) may still be on its way.
+    assert phases["backward"]["layer_gradients"] == 33 * 2 + 2 * 48
+    assert phases["pack"]["layer_gradients"] == 33 * 2 + 2 * 40 + 2 * 40 + 2 * 48
+    assert "embedding_gradient_sum" not in phases["backward"]
     assert "embedding_weights" not in phases["forward"]
     assert phases["loss"]["head_gradient"] == 2 * 4 * 44
 
