@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.hardware import GIB, MIB, PRESETS, LinkRate, named_hardware
+from planner.hardware import GIB, MIB, PRESETS, LinkRate, hardware_of_kind, named_hardware
 
 H200 = PRESETS["h200"]
 
@@ -47,3 +47,10 @@ def test_unknown_names_list_the_known():
         named_hardware("h300")
     with pytest.raises(ValueError, match="at least one"):
         named_hardware("h200", num_devices=0)
+
+
+def test_devices_as_jax_names_them():
+    assert hardware_of_kind("NVIDIA H200", num_devices=2) == named_hardware("h200", num_devices=2)
+    assert hardware_of_kind("cpu").unified_memory
+    with pytest.raises(ValueError, match=r"'NVIDIA L4'; known: NVIDIA H200.*nearest of h200"):
+        hardware_of_kind("NVIDIA L4")
