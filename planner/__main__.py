@@ -1,4 +1,4 @@
-"""Plan a run without the hardware: `python -m planner --preset qwen3-4b --hardware h200 ...`.
+"""Plan a run without the hardware: `python -m planner --model_config DIR --hardware h200 ...`.
 
 Prints memory by category, step time and strategy. Exit code 0: it fits; 1: it does not; 2: the
 command is wrong.
@@ -11,8 +11,10 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from models.config import config_names, named_config
+from models.hf_config import read_config
 from planner.candidates import Choices
 from planner.errors import PlanError
 from planner.hardware import COMPUTE_DTYPES, GIB, PRESETS, HardwareProfile, named_hardware
@@ -34,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PlanError as error:
         print(error, file=sys.stderr)
         return DOES_NOT_FIT
-    except ValueError as error:
+    except (ValueError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         return WRONG_COMMAND
     completion = None
@@ -58,7 +60,11 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit code 0: it fits; 1: it does not; 2: the command is wrong.",
     )
     job = parser.add_argument_group("job")
-    job.add_argument("--preset", required=True, help=f"model: {', '.join(config_names())}")
+    model = job.add_mutually_exclusive_group(required=True)
+    model.add_argument(
+        "--model_config", type=Path, help="model folder or its config.json; no weights are read"
+    )
+    model.add_argument("--preset", help=f"shapes of a known model: {', '.join(config_names())}")
     job.add_argument("--tokens_per_step", type=int, required=True, help="over all devices")
     job.add_argument("--seq_length", type=int, default=4096, help="tokens of a row (4096)")
     job.add_argument(
@@ -109,7 +115,7 @@ def _plan(args: argparse.Namespace) -> Plan:
     if args.max_grad_norm < 0:
         raise ValueError(f"--max_grad_norm is {args.max_grad_norm}; use 0 for none or a limit > 0.")
     return plan(
-        Workload.from_config(named_config(args.preset), name=args.preset),
+        _workload(args.model_config, args.preset),
         _batch(args.tokens_per_step, args.seq_length, args.document_length),
         _hardware(args),
         update_policy="deferred" if args.max_grad_norm else "eager",
@@ -123,6 +129,14 @@ def _plan(args: argparse.Namespace) -> Plan:
             **{name: getattr(args, name) for name in _COUNTS},
         ),
     )
+
+
+def _workload(model_config: Path | None, preset: str | None) -> Workload:
+    if model_config is None:
+        assert preset is not None
+        return Workload.from_config(named_config(preset), name=preset)
+    folder = model_config.parent if model_config.name == "config.json" else model_config
+    return Workload.from_config(read_config(folder))
 
 
 def _batch(tokens_per_step: int, seq_length: int, document_length: int | None) -> BatchShape:

@@ -99,6 +99,56 @@ def test_wrong_commands_exit_with_2(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+QWEN3_06B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+}
+FOLDER_JOB = ["--hardware", "h200", "--tokens_per_step", "8192", "--json"]
+
+
+def _plan_of_folder(folder, config, capsys):
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    assert main(["--model_config", str(folder), *FOLDER_JOB]) == 0
+    by_folder = json.loads(capsys.readouterr().out)
+    assert main(["--model_config", str(folder / "config.json"), *FOLDER_JOB]) == 0
+    assert json.loads(capsys.readouterr().out) == by_folder
+    return by_folder
+
+
+def test_a_folder_is_planned_by_its_config_not_by_its_name(tmp_path, capsys):
+    plan = _plan_of_folder(tmp_path / "Qwen3-8B", QWEN3_06B, capsys)
+    assert plan["model"]["num_parameters"] == 596_049_920
+    assert _plan_of_folder(tmp_path / "foo", QWEN3_06B, capsys) == plan
+    pruned = _plan_of_folder(tmp_path / "bar", QWEN3_06B | {"num_hidden_layers": 26}, capsys)
+    layer = 15_730_944  # 1024 * (2 * 2048 + 2 * 1024 + 3 * 3072) + 2 * 1024 + 2 * 128
+    assert pruned["model"]["num_parameters"] == 596_049_920 - 2 * layer
+
+
+def test_a_window_that_is_switched_off_changes_nothing(tmp_path, capsys):
+    plan = _plan_of_folder(tmp_path / "a", QWEN3_06B, capsys)
+    off = QWEN3_06B | {"sliding_window": 8, "use_sliding_window": False, "max_window_layers": 28}
+    assert _plan_of_folder(tmp_path / "b", off, capsys) == plan
+
+
+def test_a_folder_without_config_exits_with_2(tmp_path, capsys):
+    assert main(["--model_config", str(tmp_path), *FOLDER_JOB]) == 2
+    assert "config.json does not exist" in capsys.readouterr().err
+
+
 def test_unknown_flags_are_errors():
     with pytest.raises(SystemExit) as caught:
         main([*JOB, "--num_device", "2"])
