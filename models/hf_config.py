@@ -263,14 +263,12 @@ def _refuse_nested_rope(parameters: Mapping[str, Any]) -> None:
 
 
 def _with_one_type(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Renames the legacy `type` to `rope_type`; adds the type where a block leaves it out."""
+    """Renames the legacy `type` to `rope_type`."""
     legacy = parameters.pop("type", None)
     kind = parameters.get("rope_type", legacy)
     if legacy is not None and kind != legacy:
         raise ValueError(f"config.json gives RoPE type {legacy!r} and rope_type {kind!r}.")
-    if parameters.keys() - {"rope_theta"}:
-        parameters["rope_type"] = kind
-    return parameters
+    return parameters | ({} if kind is None else {"rope_type": kind})
 
 
 def _scaled_rope(given: dict[str, Any], raw: Mapping[str, Any], positions: int) -> RopeParameters:

@@ -48,7 +48,7 @@ def find_gguf() -> Path:
 
 
 def make_folder(folder: Path) -> Path:
-    """Writes the folder, or returns it as it is if it is there; it appears complete or not at all."""
+    """Writes the folder, whole or not at all, or returns it as it is if it is there."""
     if folder.exists():
         return folder
     import torch

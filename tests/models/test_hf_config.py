@@ -1,0 +1,225 @@
+import json
+
+import pytest
+from folders import QWEN2
+
+from models.config import ModelConfig, RopeParameters
+from models.hf_config import parse_config, read_config
+
+LLAMA = {
+    **{k: v for k, v in QWEN2.items() if k not in ("rope_theta", "use_sliding_window")},
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+}
+MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+QWEN3 = {**QWEN2, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32}
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def without(raw, *keys):
+    return {key: value for key, value in raw.items() if key not in keys}
+
+
+def test_every_field_of_a_qwen2():
+    assert parse_config(QWEN2) == ModelConfig(
+        model_type="qwen2",
+        vocab_size=272,
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        rms_norm_eps=1e-6,
+        max_position_embeddings=256,
+        attention_bias=True,
+        rope_parameters=RopeParameters(rope_theta=1e6),
+    )
+
+
+@pytest.mark.parametrize(
+    ("raw", "head_dim"),
+    [
+        (QWEN3, 32),
+        (without(QWEN3, "head_dim"), 128),
+        (QWEN2, 16),
+        (QWEN2 | {"head_dim": 24}, 24),
+        (LLAMA | {"head_dim": None}, 16),
+        (MISTRAL | {"head_dim": 8}, 8),
+    ],
+)
+def test_head_dim_is_explicit_or_the_familys(raw, head_dim):
+    assert parse_config(raw).head_dim == head_dim
+
+
+@pytest.mark.parametrize(
+    ("raw", "biases"),
+    [
+        (QWEN2, (True, False, False)),
+        (QWEN2 | {"attention_bias": False}, (True, False, False)),
+        (QWEN3, (False, False, False)),
+        (QWEN3 | {"attention_bias": True}, (True, True, False)),
+        (LLAMA, (False, False, False)),
+        (LLAMA | {"attention_bias": True, "mlp_bias": True}, (True, True, True)),
+        (MISTRAL | {"attention_bias": True}, (False, False, False)),
+    ],
+)
+def test_biases_follow_the_family(raw, biases):
+    config = parse_config(raw)
+    assert (config.attention_bias, config.attention_output_bias, config.mlp_bias) == biases
+    assert config.qk_norm == (raw["model_type"] == "qwen3")
+
+
+@pytest.mark.parametrize(
+    ("raw", "windows"),
+    [
+        (QWEN2 | {"sliding_window": 8, "max_window_layers": 4}, [None] * 4),
+        (QWEN2 | {"sliding_window": 8, "layer_types": ["sliding_attention"] * 4}, [None] * 4),
+        (
+            QWEN2 | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3},
+            [None, None, None, 8],
+        ),
+        (
+            QWEN3
+            | {
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "max_window_layers": 0,
+                "layer_types": ["full_attention", "sliding_attention"] * 2,
+            },
+            [None, 8, None, 8],
+        ),
+        (MISTRAL | {"sliding_window": 8}, [8] * 4),
+        (MISTRAL | {"sliding_window": None}, [None] * 4),
+        (MISTRAL, [4096] * 4),
+        (LLAMA | {"sliding_window": 8}, [None] * 4),
+    ],
+)
+def test_windows_only_where_they_are_on(raw, windows):
+    assert list(parse_config(raw).layer_windows) == windows
+
+
+OLD = {"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 2.0}}
+NEW = {"rope_parameters": {"rope_theta": 1e6, "rope_type": "linear", "factor": 2.0}}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        OLD,
+        OLD | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        NEW,
+        OLD | NEW,
+        NEW | {"rope_theta": 1e6},
+    ],
+    ids=["old", "old-rope_type", "new", "both", "new-with-theta"],
+)
+def test_all_rope_layouts_say_the_same(layout):
+    expected = RopeParameters(rope_type="linear", rope_theta=1e6, factor=2.0)
+    assert parse_config(without(QWEN2, "rope_theta") | layout).rope_parameters == expected
+
+
+@pytest.mark.parametrize(
+    ("rope", "expected"),
+    [
+        ({}, RopeParameters(rope_theta=10_000.0)),
+        ({"rope_scaling": None}, RopeParameters(rope_theta=10_000.0)),
+        (
+            {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
+            RopeParameters(rope_theta=5e5),
+        ),
+        (
+            {"rope_theta": 5e5, "rope_scaling": LLAMA3_ROPE},
+            RopeParameters(
+                rope_type="llama3",
+                rope_theta=5e5,
+                factor=8.0,
+                original_max_position_embeddings=64,
+            ),
+        ),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
+            RopeParameters(rope_type="dynamic", factor=4.0),
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "original_max_position_embeddings": 64}},
+            RopeParameters(rope_type="yarn", factor=4.0, original_max_position_embeddings=64),
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": None}},
+            RopeParameters(rope_type="yarn", factor=4.0, original_max_position_embeddings=256),
+        ),
+    ],
+)
+def test_rope_kinds_and_their_defaults(rope, expected):
+    assert parse_config(LLAMA | rope).rope_parameters == expected
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (
+            QWEN2 | {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]},
+            "'gpt2' with architectures .*Supported: Qwen2ForCausalLM .qwen2., Qwen3ForCausalLM",
+        ),
+        (QWEN2 | {"architectures": ["Qwen2ForTokenClassification"]}, "Supported: Qwen2For"),
+        ({}, "model_type None"),
+        (without(QWEN2, "hidden_size", "vocab_size"), "lacks vocab_size, hidden_size"),
+        (without(QWEN2, "num_key_value_heads"), "lacks num_key_value_heads"),
+        (QWEN2 | {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        (QWEN2 | {"quantization_config": {"bits": 4}}, "quantization_config"),
+        (LLAMA | {"auto_map": {"AutoModel": "own.py"}}, "auto_map"),
+        (LLAMA | {"attention_dropout": 0.1}, "attention_dropout to 0.1"),
+        (LLAMA | {"use_qk_norm": True}, "use_qk_norm to True"),
+        (LLAMA | {"hidden_size": 66}, "66 is not a multiple of num_attention_heads 4"),
+        (without(QWEN2, "rope_theta"), "no rope_theta"),
+        (QWEN2 | NEW | {"rope_theta": 5.0}, "twice and differently.*rope_theta is 5.0 and 1000000"),
+        (QWEN2 | {"rope_scaling": {"rope_type": "made-up"}}, "'made-up'; supported kinds: default"),
+        (QWEN2 | {"rope_scaling": {"type": "yarn", "rope_type": "linear"}}, "'yarn' and rope_type"),
+        (QWEN2 | {"rope_scaling": {"factor": 2.0}}, "names no rope_type"),
+        (QWEN2 | {"rope_scaling": {"type": "linear"}}, "'linear' without factor"),
+        (
+            QWEN2 | {"rope_scaling": {"type": "linear", "factor": 2.0, "twist": 1}},
+            "RoPE keys twist",
+        ),
+        (
+            QWEN2 | {"rope_scaling": without(LLAMA3_ROPE, "low_freq_factor")},
+            "'llama3' without low_freq_factor",
+        ),
+        (
+            QWEN2 | {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
+            "per kind of layer .full_attention",
+        ),
+        (QWEN2 | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        (QWEN2 | {"use_sliding_window": True}, "no sliding_window"),
+        (
+            QWEN2 | {"use_sliding_window": True, "sliding_window": 8},
+            "neither layer_types nor max_window_layers",
+        ),
+        (QWEN2 | {"layer_types": ["chunked_attention"] * 4}, "supported kinds: full_attention"),
+        (MISTRAL | {"layer_types": ["full_attention", "sliding_attention"] * 2}, "mixes"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(raw, message):
+    with pytest.raises(ValueError, match=message):
+        parse_config(raw)
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"config\.json does not exist"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("{broken")
+    with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="holds a JSON list"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(QWEN2))
+    assert read_config(tmp_path) == parse_config(QWEN2)
