@@ -156,7 +156,7 @@ def _fill_rows(arrays: dict[str, np.ndarray], multiple: int) -> dict[str, np.nda
     missing = -rows % multiple
     if not missing:
         return arrays
-    fill = {name: 0 for name in arrays} | {"targets": IGNORED}
+    fill = dict.fromkeys(arrays, 0) | {"targets": IGNORED}
     return {
         name: np.concatenate([array, np.full((missing, array.shape[1]), fill[name], np.int32)])
         for name, array in arrays.items()

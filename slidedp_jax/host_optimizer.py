@@ -8,7 +8,6 @@ updated as soon as its gradient has arrived, the lowest waiting chunk first. Bot
 from __future__ import annotations
 
 import functools
-import heapq
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -104,7 +103,7 @@ class HostOptimizer:
         with self._condition:
             self._gradients[step, chunk] = gradient
             if not self.deferred:
-                heapq.heappush(self._jobs, (step, chunk))
+                self._jobs.append((step, chunk))
                 self._condition.notify()
 
     def end_backward(self, step: int, squares: Sequence[jax.Array]) -> Callable[[], StepUpdate]:
@@ -123,7 +122,7 @@ class HostOptimizer:
         future: Future[StepUpdate] = Future()
         with self._condition:
             self._ends[step] = (squares, future)
-            heapq.heappush(self._jobs, (step, _NORM if self.deferred else len(self._fences)))
+            self._jobs.append((step, _NORM if self.deferred else len(self._fences)))
             self._condition.notify()
         return future.result
 
@@ -140,7 +139,7 @@ class HostOptimizer:
                 self._condition.wait_for(lambda: self._jobs or self._closed)
                 if not self._jobs:
                     return
-                step, chunk = heapq.heappop(self._jobs)
+                step, chunk = self._next_job()
             try:
                 if 0 <= chunk < len(self._fences):
                     self._update(step, chunk)
@@ -149,6 +148,22 @@ class HostOptimizer:
             except BaseException as error:
                 self._fail(error)
                 return
+
+    def _next_job(self) -> tuple[int, int]:
+        """The first job whose gradient has arrived, else the one that was submitted first.
+
+        Gradients arrive from the top chunk down, while jobs are sorted from the bottom up, so the
+        first job is not always one that can run.
+        """
+        self._jobs.sort()
+        for job in self._jobs:
+            gradient = self._gradients.get(job)
+            if gradient is None or gradient.has_arrived():
+                break
+        else:
+            job = min(self._jobs, key=lambda key: (key[0], -key[1]))
+        self._jobs.remove(job)
+        return job
 
     def _fail(self, error: BaseException) -> None:
         self._fences.fail(error)
@@ -171,7 +186,7 @@ class HostOptimizer:
             with self._condition:
                 for key in self._gradients:
                     if key[0] == step:
-                        heapq.heappush(self._jobs, key)
+                        self._jobs.append(key)
         with self._condition:
             _, future = self._ends.pop(step)
         future.set_result(update)

@@ -18,12 +18,12 @@ import jax
 
 from slidedp_jax.chunk import ChunkLayout
 from slidedp_jax.compute import ComputePrograms, LayerFns
-from slidedp_jax.routes import ArrivingGradient, GradientPath
 from slidedp_jax.trace import Tracer
 from slidedp_jax.weight_window import WeightSource
 
 DeviceBatch = Mapping[str, jax.Array]
-GradientSink = Callable[[int, ArrivingGradient], None]
+GradientSink = Callable[[int, jax.Array], None]
+"""Takes a chunk and its gradient as the devices send it (`routes.GradientPath.to_wire`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,6 @@ class Pipeline:
       layer_fns: per layer chunk, the functions of its layers.
       tied: whether the head reads the embedding's weights.
       programs: compiled programs.
-      gradients: gradient route.
       prefetch_depth: chunks fetched ahead of the one in use.
       tracer: takes note of what is issued.
     """
@@ -59,7 +58,6 @@ class Pipeline:
         *,
         tied: bool,
         programs: ComputePrograms,
-        gradients: GradientPath,
         prefetch_depth: int,
         tracer: Tracer,
     ):
@@ -67,7 +65,6 @@ class Pipeline:
         self._layer_fns = layer_fns
         self._tied = tied
         self._programs = programs
-        self._gradients = gradients
         self._depth = prefetch_depth
         self._tracer = tracer
         self._head = len(layouts) - 1
@@ -86,7 +83,8 @@ class Pipeline:
           weights: where chunks come from.
           microbatches: arrays on the devices, rows sharded.
           scale: 1 / supervised tokens of the step, float32 scalar on every device.
-          sink: takes each chunk's gradient when its copy to the host has been issued.
+          sink: takes each chunk's gradient as soon as its computation is issued, and starts its
+            copy to the host.
         """
         boundaries, embed, kept = self._forward(weights, microbatches, keep_last=True)
         squares: list[jax.Array | None] = [None] * len(self._layouts)
@@ -164,6 +162,8 @@ class Pipeline:
             jax.block_until_ready(previous)
             if chunk > 1 or not self._tied:
                 weights.release(chunk - 1)
+            # An update may have been committed meanwhile; its copy can still run beside this chunk.
+            self._prefetch(weights, range(chunk + 1, self._head + 1))
         if not keep_last:
             jax.block_until_ready(xs)
             weights.release(self._head - 1)
@@ -235,7 +235,7 @@ class Pipeline:
         layout = self._layouts[chunk]
         with self._tracer.span("d2h", f"download {layout.name}"):
             wire, squares[chunk] = self._programs.pack(layout, sums)
-            sink(chunk, self._gradients.send(wire, layout))
+            sink(chunk, wire)
         return squares[chunk]
 
     def _prefetch(self, weights: WeightSource, order: range) -> None:

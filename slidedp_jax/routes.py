@@ -159,6 +159,10 @@ class ArrivingGradient:
     layout: ChunkLayout
     host_sharding: NamedSharding
 
+    def has_arrived(self) -> bool:
+        """Whether the bytes are there."""
+        return bool(self.pinned.is_ready())
+
     def wait(self) -> None:
         """Block until the bytes have arrived."""
         jax.block_until_ready(self.pinned)

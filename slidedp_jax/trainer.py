@@ -22,12 +22,12 @@ from slidedp_jax.fences import Fences
 from slidedp_jax.host_optimizer import HostOptimizer, NonfinitePolicy
 from slidedp_jax.host_store import HostStore
 from slidedp_jax.metrics import StepMetrics, mean_loss
-from slidedp_jax.pipeline import Pipeline
+from slidedp_jax.pipeline import GradientSink, Pipeline, StepOutputs
 from slidedp_jax.process import current_setup
-from slidedp_jax.routes import DATA_AXIS, GradientPath, weight_path
+from slidedp_jax.routes import DATA_AXIS, ArrivingGradient, GradientPath, weight_path
 from slidedp_jax.trace import Tracer
 from slidedp_jax.update_kernel import KernelForm, UpdateKernels, choose_form
-from slidedp_jax.weight_window import StreamedWeights
+from slidedp_jax.weight_window import StreamedWeights, WeightSource
 
 Parameters = Mapping[str, np.ndarray] | Callable[[Callable[[str, np.ndarray], None]], Any]
 
@@ -106,8 +106,10 @@ class Trainer:
             chunk.replace(self._kernels.init(chunk.layout, chunk.arrays))
         dtype = jnp.dtype(strategy.compute_dtype)
         weights = weight_path(strategy.weight_route, self._mesh)
-        gradients = GradientPath(strategy.gradient_route, self._mesh, self.store.sharding, dtype)
-        self._programs = ComputePrograms(model, self._mesh, weights, gradients, dtype)
+        self._gradients = GradientPath(
+            strategy.gradient_route, self._mesh, self.store.sharding, dtype
+        )
+        self._programs = ComputePrograms(model, self._mesh, weights, self._gradients, dtype)
         self._fences = Fences(len(layouts))
         self.weights = StreamedWeights(
             self.store,
@@ -125,7 +127,7 @@ class Trainer:
             policy=strategy.update_policy,
             max_grad_norm=max_grad_norm,
             on_nonfinite=on_nonfinite,
-            sums_on_host=gradients.sums_on_host,
+            sums_on_host=self._gradients.sums_on_host,
             tracer=self._tracer,
         )
         self._pipeline = Pipeline(
@@ -133,7 +135,6 @@ class Trainer:
             layer_fns,
             tied=model.tied,
             programs=self._programs,
-            gradients=gradients,
             prefetch_depth=strategy.prefetch_depth,
             tracer=self._tracer,
         )
@@ -147,15 +148,14 @@ class Trainer:
           UserError: the batch does not fit the model.
           TrainingStopped: an update failed or a gradient was not finite.
         """
-        prepared = self._prepare(batch)
+        prepared = self.prepare(batch)
         step = self.step_count + 1
         self.weights.require(self.step_count)
         try:
-            outputs = self._pipeline.step(
+            outputs = self.forward_backward(
                 self.weights,
-                self._place(prepared),
-                self._scalar(1 / prepared.num_supervised),
-                lambda chunk, gradient: self._updates.submit(step, chunk, gradient),
+                prepared,
+                lambda chunk, wire: self._updates.submit(step, chunk, self.send(chunk, wire)),
             )
         except BaseException as error:
             self._fences.fail(error)
@@ -169,9 +169,21 @@ class Trainer:
             update=self._updates.end_backward(step, outputs.squares),
         )
 
+    def forward_backward(
+        self, weights: WeightSource, prepared: PreparedBatch, sink: GradientSink
+    ) -> StepOutputs:
+        """One pass without an update: weights from `weights`, gradients to `sink`."""
+        return self._pipeline.step(
+            weights, self._place(prepared), self._scalar(1 / prepared.num_supervised), sink
+        )
+
+    def send(self, chunk: int, wire: jax.Array) -> ArrivingGradient:
+        """Start the copy of a chunk's gradient to the host."""
+        return self._gradients.send(wire, self.store.layouts[chunk])
+
     def evaluate(self, batch: Mapping[str, np.ndarray]) -> tuple[float, int]:
         """Mean loss of a batch's supervised tokens under the current weights, and their number."""
-        prepared = self._prepare(batch)
+        prepared = self.prepare(batch)
         self.weights.require(self.step_count)
         losses = self._pipeline.losses(self.weights, self._place(prepared))
         return mean_loss(losses, prepared.num_supervised), prepared.num_supervised
@@ -197,7 +209,8 @@ class Trainer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _prepare(self, batch: Mapping[str, np.ndarray]) -> PreparedBatch:
+    def prepare(self, batch: Mapping[str, np.ndarray]) -> PreparedBatch:
+        """Validate a batch and split it into this trainer's microbatches."""
         return prepare(
             batch,
             vocab_size=self.model.vocab_size,

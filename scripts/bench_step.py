@@ -1,0 +1,329 @@
+"""Time one training step: resident compute, streamed compute, the full step with its host update.
+
+    python scripts/bench_step.py --model qwen3-4b --tokens 16384 32768 --out docs/benchmarks/NAME
+
+Weights are random in a named shape. *Resident* runs the same programs with all weights on the
+devices and drops the gradients there; *streamed* brings the weights from the host state and sends
+the gradients back; *full* adds norm, clip and the AdamW update on CPU devices. Ratios compare runs
+of one process. Prints a table and writes OUT.json with the raw samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import pathlib
+import platform
+import subprocess
+import sys
+import time
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+import slidedp_jax
+
+PEAK_FLOPS_PER_S = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="qwen3-4b", help="named shape")
+    parser.add_argument("--layers", type=int, help="only the first N layers")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 32768])
+    parser.add_argument("--seq", type=int, default=4096)
+    parser.add_argument("--rows-per-microbatch", type=int, help="rows a device computes at once")
+    parser.add_argument("--layers-per-chunk", type=int, default=1)
+    parser.add_argument("--prefetch-depth", type=int, default=1)
+    parser.add_argument("--loss-chunk-tokens", type=int, default=4096)
+    parser.add_argument("--num-devices", type=int)
+    parser.add_argument("--num-host-devices", type=int)
+    parser.add_argument("--weight-route", default="replicate")
+    parser.add_argument("--gradient-route", default="reduce_scatter")
+    parser.add_argument("--policies", nargs="*", default=["deferred"], help="full-step policies")
+    parser.add_argument("--steps", type=int, default=6, help="full steps timed per policy")
+    parser.add_argument("--repeats", type=int, default=3, help="compute passes timed")
+    parser.add_argument("--skip-resident", action="store_true")
+    parser.add_argument("--kernel-form", choices=["blocked", "whole"])
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--pinned-limit-gib", type=int, default=48)
+    parser.add_argument("--out", type=pathlib.Path)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    setup = slidedp_jax.configure(
+        num_devices=args.num_devices,
+        num_host_devices=args.num_host_devices,
+        pinned_limit_gib=args.pinned_limit_gib,
+    )
+    results: list[dict[str, Any]] = []
+    for policy in args.policies or ["none"]:
+        results.extend(run_policy(args, setup, policy))
+    record = {
+        "command": " ".join(["python", *sys.argv]),
+        "commit": commit(),
+        "date": datetime.date.today().isoformat(),
+        "machine": machine(),
+        "results": results,
+    }
+    print(table(results))
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.with_suffix(".json").write_text(json.dumps(record, indent=1))
+
+
+def run_policy(args: argparse.Namespace, setup: Any, policy: str) -> list[dict[str, Any]]:
+    """All token counts with one update policy; the state is made once."""
+    import dataclasses
+
+    import optax
+
+    from models import decoder
+    from models.config import named_config
+    from planner.strategy import Strategy
+
+    config = named_config(args.model)
+    if args.layers:
+        config = dataclasses.replace(
+            config,
+            num_hidden_layers=args.layers,
+            layer_windows=config.layer_windows[: args.layers],
+        )
+    num_devices = setup.num_devices or len(setup.devices()[0])
+    rows = args.tokens[0] // args.seq // num_devices
+    strategy = Strategy(
+        layers_per_chunk=args.layers_per_chunk,
+        rows_per_microbatch=args.rows_per_microbatch or max(1, rows),
+        num_microbatches=1,
+        weight_route=args.weight_route,
+        gradient_route=args.gradient_route,
+        update_policy="eager" if policy == "eager" else "deferred",
+        prefetch_depth=args.prefetch_depth,
+        weight_slots=args.prefetch_depth + 2,
+        loss_chunk_tokens=args.loss_chunk_tokens,
+        compute_dtype=args.dtype,
+        num_host_devices=setup.num_host_devices,
+    )
+    model = decoder.build(config, loss_chunk_tokens=args.loss_chunk_tokens)
+    tracer = timed_tracer()
+    start = time.perf_counter()
+    trainer = slidedp_jax.Trainer(
+        model,
+        optax.adamw(1e-5, b1=0.9, b2=0.95, weight_decay=0.1),
+        strategy=strategy,
+        parameters=lambda write: fill(model, write),
+        max_grad_norm=None if policy == "eager" else 1.0,
+        kernel_form=args.kernel_form,
+        tracer=tracer,
+    )
+    ready_s = time.perf_counter() - start
+    print(f"state ready in {ready_s:.1f} s, kernel {trainer.kernel_form}", flush=True)
+    results = []
+    for tokens in args.tokens:
+        result = measure(args, config, trainer, tracer, policy, tokens)
+        result["state_ready_s"] = ready_s
+        result["kernel_form"] = trainer.kernel_form
+        results.append(result)
+        print(table([result]), flush=True)
+    trainer.close()
+    return results
+
+
+def timed_tracer() -> Any:
+    from slidedp_jax.trace import RecordingTracer
+
+    return RecordingTracer()
+
+
+def fill(model: Any, write: Any) -> None:
+    """Random weights from one block of normal numbers, cut anew for each parameter."""
+    import concurrent.futures
+    import math
+
+    import jax
+    import numpy as np
+
+    block = np.random.default_rng(0).standard_normal(1 << 24, np.float32) * np.float32(0.02)
+
+    def one(item: tuple[str, tuple[int, ...]]) -> None:
+        name, shape = item
+        if len(shape) == 1:
+            write(name, np.ones(shape, np.float32))
+            return
+        repeats = -(-math.prod(shape) // block.size)
+        values = np.concatenate([block] * repeats)[: math.prod(shape)]
+        write(name, values.reshape(shape))
+
+    shapes = [
+        (name, tuple(leaf.shape))
+        for stage in model.stages()
+        for name, leaf in zip(stage.parameter_names(), jax.tree.leaves(stage.shapes), strict=True)
+    ]
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        list(pool.map(one, shapes))
+
+
+def measure(
+    args: argparse.Namespace, config: Any, trainer: Any, tracer: Any, policy: str, tokens: int
+) -> dict[str, Any]:
+    """Resident, streamed and full step at one token count."""
+    import jax
+    import numpy as np
+
+    from planner.workload import BatchShape, Workload
+
+    rng = np.random.default_rng(1)
+    ids = rng.integers(0, config.vocab_size, (tokens // args.seq, args.seq)).astype(np.int32)
+    batch = {"input_ids": ids, "labels": ids}
+    device = jax.local_devices()[0]
+    result: dict[str, Any] = {"model": args.model, "tokens": tokens, "policy": policy}
+    result["strategy"] = trainer.strategy.__dict__.copy()
+    passes = ComputePasses(trainer, batch)
+    if not args.skip_resident:
+        result["resident_s"] = passes.resident(args.repeats)
+    result["streamed_s"], result["streamed_dispatch_s"] = passes.streamed(args.repeats)
+    if device.platform != "cpu":
+        result["device_peak_gib"] = device.memory_stats()["peak_bytes_in_use"] / 2**30
+    if policy != "none":
+        result.update(full_steps(args, trainer, tracer, batch))
+    work = Workload.from_config(config).model_flops_per_step(
+        BatchShape(num_rows=ids.shape[0], seq_length=args.seq)
+    )
+    result["model_flops"] = work
+    result["num_parameters"] = config.num_parameters
+    result["rss_gib"] = rss_gib()
+    result["owned_bytes_per_parameter"] = trainer.store.owned_bytes / trainer.store.num_parameters
+    if device.platform != "cpu":
+        result["device_peak_full_gib"] = device.memory_stats()["peak_bytes_in_use"] / 2**30
+    return result
+
+
+class ComputePasses:
+    """Forward and backward without updates, on resident or on streamed weights."""
+
+    def __init__(self, trainer: Any, batch: Any):
+        self._trainer = trainer
+        self._prepared = trainer.prepare(batch)
+
+    def resident(self, repeats: int) -> list[float]:
+        """Seconds per pass with every chunk's weights on the devices; gradients are dropped."""
+        import jax
+
+        from slidedp_jax.weight_window import ResidentWeights
+
+        trainer = self._trainer
+        trainer.weights.require(trainer.step_count)
+        trees = {}
+        for chunk in range(len(trainer.store.layouts)):
+            trees[chunk] = jax.block_until_ready(trainer.weights.take(chunk))
+            trainer.weights.release(chunk)
+        seconds = []
+        for _ in range(repeats + 1):
+            start = time.perf_counter()
+            outputs = trainer.forward_backward(
+                ResidentWeights(trees), self._prepared, lambda *_: None
+            )
+            jax.block_until_ready((outputs.squares, outputs.losses))
+            seconds.append(time.perf_counter() - start)
+        return seconds[1:]
+
+    def streamed(self, repeats: int) -> tuple[list[float], list[float]]:
+        """Seconds per pass until the last gradient is on the host, and seconds of dispatch."""
+        trainer = self._trainer
+        trainer.wait()
+        seconds, dispatch = [], []
+        for _ in range(repeats + 1):
+            arriving: list[Any] = []
+            trainer.weights.require(trainer.step_count)
+            start = time.perf_counter()
+            trainer.forward_backward(
+                trainer.weights,
+                self._prepared,
+                lambda chunk, wire: arriving.append(trainer.send(chunk, wire)),
+            )
+            dispatch.append(time.perf_counter() - start)
+            for gradient in arriving:
+                gradient.wait()
+            seconds.append(time.perf_counter() - start)
+        return seconds[1:], dispatch[1:]
+
+
+def full_steps(args: argparse.Namespace, trainer: Any, tracer: Any, batch: Any) -> dict[str, Any]:
+    """Full steps back to back; the time between the ends of two steps is one step."""
+    ends, losses, norms, rss = [time.perf_counter()], [], [], []
+    tracer.spans.clear()
+    for _ in range(args.steps + 1):
+        metrics = trainer.step(batch)
+        losses.append(metrics.loss)
+        norms.append(metrics.grad_norm if trainer.strategy.update_policy == "deferred" else None)
+        ends.append(time.perf_counter())
+        rss.append(rss_gib())
+    trainer.wait()
+    ends.append(time.perf_counter())
+    seconds = [after - before for before, after in zip(ends[:-2], ends[1:-1], strict=True)]
+    return {
+        "full_s": seconds[1:],
+        "drain_s": ends[-1] - ends[-2],
+        "losses": losses,
+        "grad_norms": norms,
+        "rss_by_step_gib": rss,
+        "host_update_busy_s": tracer.busy_s("host_update") / (args.steps + 1),
+        "h2d_dispatch_s": tracer.busy_s("h2d") / (args.steps + 1),
+    }
+
+
+def median(values: list[float]) -> float:
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2]
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    header = (
+        "| model | tokens | policy | resident s | streamed s | streamed/resident | full s | "
+        "full/resident | tokens/s | update busy s | TFLOP/s 6N | peak GiB | RSS GiB |"
+    )
+    lines = [header, "|" + "---|" * 13]
+    for r in results:
+        resident = median(r["resident_s"]) if r.get("resident_s") else float("nan")
+        streamed = median(r["streamed_s"])
+        full = median(r["full_s"]) if r.get("full_s") else float("nan")
+        lines.append(
+            f"| {r['model']} | {r['tokens']} | {r['policy']} | {resident:.3f} | {streamed:.3f} | "
+            f"{resident / streamed:.3f} | {full:.3f} | {resident / full:.3f} | "
+            f"{r['tokens'] / full:.0f} | {r.get('host_update_busy_s', 0):.2f} | "
+            f"{r['model_flops'] / full / 1e12:.0f} | {r.get('device_peak_full_gib', 0):.1f} | "
+            f"{r['rss_gib']:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def rss_gib() -> float:
+    import psutil
+
+    return psutil.Process().memory_info().rss / 2**30
+
+
+def commit() -> str:
+    out = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return out.stdout.strip()
+
+
+def machine() -> dict[str, Any]:
+    import os
+
+    import jax
+
+    return {
+        "device": jax.devices()[0].device_kind,
+        "num_devices": len(jax.devices()),
+        "cores": len(os.sched_getaffinity(0)),
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+    }
+
+
+if __name__ == "__main__":
+    main()

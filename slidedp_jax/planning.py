@@ -1,0 +1,113 @@
+"""From this process's devices and memory to a plan: the bridge between planner and trainer."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import jax
+
+from models.config import ModelConfig
+from planner.candidates import Choices
+from planner.errors import PlanError
+from planner.hardware import PRESETS, HardwareProfile
+from planner.host_memory import available_host_memory
+from planner.memory import ADAMW_STATE_BYTES
+from planner.search import Plan, plan
+from planner.strategy import UpdatePolicy
+from planner.workload import BatchShape, Workload
+from slidedp_jax.errors import UserError
+from slidedp_jax.process import current_setup
+
+_PRESET_OF_KIND = {"H200": "h200", "H100": "h100", "A100": "a100-80g", "4090": "rtx4090"}
+
+
+def this_machine(*, host_memory_bytes: int | None = None) -> HardwareProfile:
+    """Profile of the configured devices: rates of the nearest preset, memory and cores as found.
+
+    Args:
+      host_memory_bytes: the machine's memory where the kernel's figure is wrong (virtual machines
+        that grow as they are used).
+    """
+    devices, _ = current_setup().devices()
+    kind = devices[0].device_kind
+    names = [name for part, name in _PRESET_OF_KIND.items() if part in kind]
+    name = "cpu" if devices[0].platform == "cpu" else (names[0] if names else "h100")
+    memory = available_host_memory(physical_bytes=host_memory_bytes)
+    profile = replace(
+        PRESETS[name].with_devices(len(devices)),
+        name=kind,
+        num_host_cores=len(os.sched_getaffinity(0)),
+        host_memory_bytes=memory.available_bytes,
+        provenance=f"rates of preset {name}, memory as found ({memory.describe()})",
+    )
+    if profile.unified_memory:
+        return replace(profile, device_memory_bytes=memory.available_bytes)
+    limits = [_bytes_limit(device) for device in devices]
+    return replace(profile, device_memory_bytes=min(limits) + profile.device_reserve_bytes)
+
+
+def _bytes_limit(device: jax.Device) -> int:
+    """Memory that JAX's allocator may hand out on a device."""
+    stats = device.memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        raise RuntimeError(f"{device} does not report its memory limit; state the device budget")
+    return int(stats["bytes_limit"])
+
+
+def plan_for(
+    config: ModelConfig,
+    *,
+    rows_per_step: int,
+    tokens_per_row: int,
+    max_grad_norm: float | None = 1.0,
+    compute_dtype: str = "bfloat16",
+    optimizer_state_bytes: float = ADAMW_STATE_BYTES,
+    device_memory_budget_gib: float | None = None,
+    host_memory_budget_gib: float | None = None,
+    update_policy: UpdatePolicy | None = None,
+    choices: Choices | None = None,
+    hardware: HardwareProfile | None = None,
+) -> Plan:
+    """The fastest strategy for this process's devices that fits the budgets.
+
+    Args:
+      config: the model.
+      rows_per_step: rows of one optimizer step, over all devices and microbatches.
+      tokens_per_row: tokens of a row, padding included.
+      max_grad_norm: the limit that the trainer will be given; None allows eager updates.
+      compute_dtype: "bfloat16" or "float32".
+      optimizer_state_bytes: bytes of optimizer state per parameter; AdamW's 8 by default.
+      device_memory_budget_gib: memory to use of each device; None: what JAX may hand out.
+      host_memory_budget_gib: host memory to use; None: what is available.
+      update_policy: None: deferred with clipping, eager without.
+      choices: what has been decided already; the search leaves it alone.
+      hardware: another machine; None means this one.
+
+    Raises:
+      UserError: nothing fits; every limit is listed.
+    """
+    choices = choices or Choices()
+    if hardware is None:
+        stated = None if host_memory_budget_gib is None else int(host_memory_budget_gib * 2**30)
+        hardware = this_machine(host_memory_bytes=stated)
+        host_devices = choices.num_host_devices or current_setup().num_host_devices
+        choices = replace(choices, num_host_devices=host_devices)
+    try:
+        return plan(
+            Workload.from_config(config),
+            BatchShape(num_rows=rows_per_step, seq_length=tokens_per_row),
+            hardware,
+            update_policy=update_policy or ("eager" if max_grad_norm is None else "deferred"),
+            compute_dtype=compute_dtype,  # type: ignore[arg-type]  # checked by the planner
+            optimizer_state_bytes=optimizer_state_bytes,
+            device_budget_bytes=_bytes(device_memory_budget_gib),
+            host_budget_bytes=_bytes(host_memory_budget_gib),
+            choices=choices,
+        )
+    except PlanError as error:
+        raise UserError(str(error)) from error
+
+
+def _bytes(gib: float | None) -> float | None:
+    return None if gib is None else gib * 2**30
