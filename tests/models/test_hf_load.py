@@ -1,6 +1,9 @@
 import json
 import logging
+import mmap
 import shutil
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -236,3 +239,38 @@ def test_folders_without_weights_say_what_is_there(folder):
     assert_refused(folder, "pytorch_model.bin: save the model as safetensors", FileNotFoundError)
     with pytest.raises(FileNotFoundError, match="is not a folder"):
         load_parameters(folder / "nowhere", SHAPES, lambda name, value: None)
+
+
+PEAK_PROGRAM = """
+import sys
+from pathlib import Path
+import numpy as np
+from models.hf_load import find_tensors, load_parameters
+
+def peak_bytes():
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.split("VmHWM:")[1].split()[0])
+
+folder = Path(sys.argv[1])
+shapes = {name: tensor.shape for name, tensor in find_tensors(folder).items()}
+sums = dict.fromkeys(shapes, 0.0)
+def write(name, value):
+    sums[name] = float(value.sum())
+before = peak_bytes()
+load_parameters(folder, shapes, write, num_threads=int(sys.argv[2]))
+assert all(sums[name] == np.prod(shape) for name, shape in shapes.items())
+print(peak_bytes() - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_DONTNEED"), reason="needs madvise")
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_peak_extra_memory_is_one_tensor_per_thread(tmp_path, num_threads):
+    """Reading 256 MB in tensors of 16 MB never has more than the tensors in flight in memory."""
+    tensor_bytes, num_tensors = 1 << 24, 16
+    value = np.ones(tensor_bytes // 4, np.float32)
+    save_file({f"w{i:02d}": value for i in range(num_tensors)}, tmp_path / "model.safetensors")
+    program = [sys.executable, "-c", PEAK_PROGRAM, str(tmp_path), str(num_threads)]
+    done = subprocess.run(program, capture_output=True, text=True, check=True)
+    extra = int(done.stdout)
+    assert 0.5 * tensor_bytes < extra < (num_threads + 0.5) * tensor_bytes

@@ -1,0 +1,212 @@
+"""Logits, gradients and files against transformers (PyTorch, eager attention, float32)."""
+
+import json
+
+import jax
+import numpy as np
+import plain_model
+import pytest
+from safetensors.numpy import load_file
+
+from models.decoder import build
+from models.hf_config import parse_config, read_config
+from models.hf_export import export
+from models.hf_load import load_parameters
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.parity
+
+NUM_TOKENS = 40
+SHAPES = {
+    "vocab_size": 271,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+def rope(kind, **parameters):
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4} | parameters}
+
+
+CASES = {
+    "qwen2": ("Qwen2", rope("default", rope_theta=1e6)),
+    "qwen2-tied-yarn": (
+        "Qwen2",
+        {"tie_word_embeddings": True}
+        | rope("yarn", factor=4.0, original_max_position_embeddings=16),
+    ),
+    "qwen2-windows": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1} | rope("default"),
+    ),
+    "qwen2-window-off": (
+        "Qwen2",
+        {"use_sliding_window": False, "sliding_window": 8, "num_hidden_layers": 1}
+        | rope("default"),
+    ),
+    "qwen3-tied": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True} | rope("default")),
+    "qwen3-bias-linear": (
+        "Qwen3",
+        {"head_dim": 32, "attention_bias": True} | rope("linear", factor=2.0),
+    ),
+    "llama-llama3": (
+        "Llama",
+        {"rms_norm_eps": 1e-5}
+        | rope(
+            "llama3",
+            rope_theta=5e5,
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=32,
+        ),
+    ),
+    "llama-bias-dynamic": (
+        "Llama",
+        {"attention_bias": True, "mlp_bias": True, "max_position_embeddings": 16}
+        | rope("dynamic", factor=2.0),
+    ),
+    "llama-mha-yarn": (
+        "Llama",
+        {"num_key_value_heads": 4}
+        | rope(
+            "yarn",
+            factor=4.0,
+            original_max_position_embeddings=16,
+            beta_fast=8.0,
+            beta_slow=0.5,
+            mscale=0.7,
+            mscale_all_dim=0.9,
+            truncate=False,
+        ),
+    ),
+    "mistral-window": ("Mistral", {"sliding_window": 7, "head_dim": 24} | rope("default")),
+}
+
+
+def reference_model(family, changes):
+    """A random torch model, with the parameters that start out trivial made random too."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**(SHAPES | changes))
+    config._attn_implementation = "eager"
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.normal_(1.0, 0.2)
+            elif name.endswith(".bias"):
+                parameter.normal_(0.0, 0.5)
+            else:
+                parameter.normal_(0.0, 0.1)
+    return model
+
+
+def torch_logits_and_gradients(model, ids):
+    ids = torch.tensor(ids, dtype=torch.long)
+    logits = model(ids).logits
+    loss = torch.nn.functional.cross_entropy(
+        logits[:, :-1].reshape(-1, logits.shape[-1]), ids[:, 1:].reshape(-1), reduction="sum"
+    )
+    loss.backward()
+    gradients = {name: p.grad.numpy() for name, p in model.named_parameters()}
+    return logits.detach().numpy(), loss.item(), gradients
+
+
+def our_logits_and_gradients(folder, ids):
+    config = read_config(folder)
+    model = build(config, loss_chunk_tokens=32)
+    values = {}
+    load_parameters(
+        folder, config.parameter_shapes(), lambda name, value: values.update({name: value})
+    )
+
+    def loss_and_logits(trees, batch):
+        x = plain_model.hidden_states(model, trees, batch)
+        embed = trees["embed"] if model.tied else None
+        loss = model.head_loss_fn(trees["head"], embed, x, batch)
+        return loss, model.head_logits_fn(trees["head"], embed, x)
+
+    trees = plain_model.model_arrays(model, values)
+    (loss, logits), gradients = jax.jit(jax.value_and_grad(loss_and_logits, has_aux=True))(
+        trees, plain_model.rows_batch(ids)
+    )
+    return np.asarray(logits), float(loss), plain_model.flat_names(model, gradients)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_every_gradient_equal_transformers(tmp_path, case):
+    model = reference_model(*CASES[case])
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    ids = np.random.default_rng(1).integers(0, SHAPES["vocab_size"], (2, NUM_TOKENS))
+    expected_logits, expected_loss, expected_gradients = torch_logits_and_gradients(model, ids)
+    logits, loss, gradients = our_logits_and_gradients(tmp_path, ids)
+    assert np.abs(logits - expected_logits).max() <= 1e-4 * np.abs(expected_logits).max()
+    assert abs(loss - expected_loss) <= 1e-5 * expected_loss
+    assert gradients.keys() == expected_gradients.keys()
+    for name, expected in expected_gradients.items():
+        error = np.linalg.norm(gradients[name] - expected)
+        assert error <= 1e-4 * np.linalg.norm(expected), name
+
+
+@pytest.mark.parametrize("case", ["qwen2", "qwen3-tied", "llama-bias-dynamic"])
+def test_round_trip_loads_in_transformers_bit_for_bit(tmp_path, case):
+    model = reference_model(*CASES[case])
+    model.save_pretrained(tmp_path / "in", max_shard_size="100KB")
+    shapes = read_config(tmp_path / "in").parameter_shapes()
+    values = {}
+    load_parameters(tmp_path / "in", shapes, lambda name, value: values.update({name: value}))
+    export(
+        tmp_path / "out",
+        tmp_path / "in",
+        shapes,
+        values.__getitem__,
+        dtype="float32",
+        max_shard_bytes=100_000,
+    )
+    loaded, report = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert not report["mismatched_keys"]
+    expected = dict(model.named_parameters())
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, expected[name]), name
+    tensors = [
+        {
+            k: v.tobytes()
+            for file in (tmp_path / d).glob("*.safetensors")
+            for k, v in load_file(file).items()
+        }
+        for d in ("in", "out")
+    ]
+    assert tensors[0] == tensors[1]
+
+
+OLD_LAYOUTS = {
+    "qwen2": {"rope_theta": 1e6},
+    "qwen2-tied-yarn": {
+        "rope_theta": 1e4,
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    },
+    "qwen3-bias-linear": {
+        "rope_theta": 1e4,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    },
+    "llama-bias-dynamic": {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+}
+
+
+@pytest.mark.parametrize("case", OLD_LAYOUTS)
+def test_the_older_layout_reads_like_the_one_transformers_writes(tmp_path, case):
+    family, changes = CASES[case]
+    config = getattr(transformers, f"{family}Config")(**(SHAPES | changes))
+    config.architectures = [f"{family}ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    new = json.loads((tmp_path / "config.json").read_text())
+    old = {key: value for key, value in new.items() if key not in ("rope_parameters", "dtype")}
+    assert parse_config(old | OLD_LAYOUTS[case]) == parse_config(new)
