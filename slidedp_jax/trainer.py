@@ -46,6 +46,7 @@ class Trainer:
       max_grad_norm: limit of the global gradient norm, exact; None for none.
       on_nonfinite: "stop" at a non-finite gradient norm, or "skip" the step.
       kernel_form: form of the update kernel; None measures which is faster here.
+      num_devices: compute devices to use, the first ones of this process; None means all.
       tracer: takes note of what each lane does.
 
     Raises:
@@ -64,13 +65,15 @@ class Trainer:
         max_grad_norm: float | None = 1.0,
         on_nonfinite: NonfinitePolicy = "stop",
         kernel_form: KernelForm | None = None,
+        num_devices: int | None = None,
         tracer: Tracer | None = None,
     ):
         self.strategy = strategy
         self.model = model
         self.step_count = 0
         self._tracer = tracer or Tracer()
-        self._devices, host_devices = current_setup().devices()
+        devices, host_devices = current_setup().devices()
+        self._devices = _first(devices, num_devices)
         self._check_strategy(len(host_devices))
         self._mesh = Mesh(
             np.array(self._devices), (DATA_AXIS,), axis_types=(jax.sharding.AxisType.Auto,)
@@ -251,6 +254,15 @@ class Trainer:
                 f"{len(self._devices)} compute devices. Plan again, or pass num_host_devices to "
                 "slidedp_jax.configure()"
             )
+
+
+def _first(devices: list[jax.Device], count: int | None) -> list[jax.Device]:
+    if count is not None and not 1 <= count <= len(devices):
+        raise UserError(
+            f"num_devices={count}, but this process was configured for {len(devices)} compute "
+            "devices; pass a number from 1 to that, or configure more"
+        )
+    return devices[:count]
 
 
 def _chunks(
