@@ -53,7 +53,7 @@ def read_records(paths: Sequence[str | Path]) -> Iterator[Record]:
 
     Args:
       paths: files named `.jsonl`/`.ndjson`, `.json` (lines or one array), `.txt` (the whole file is
-        one document) or `.parquet` (needs pyarrow).
+        one document, CRLF read as LF) or `.parquet` (needs pyarrow).
 
     Raises:
       UserError: a file is missing, empty, of another type or not an array of objects.

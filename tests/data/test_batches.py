@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slidedp_jax.batch import prepare
 from slidedp_jax.data import (
     IGNORED,
     BatchSource,
@@ -214,6 +218,15 @@ def test_num_tokens_does_not_count_padding():
     assert totals[0] == totals[1] and sum(totals[0]) == sum(LENGTHS)
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_the_runtime_counts_what_is_announced(packing):
+    source = source_of(packing=packing, rows=5)
+    for batch in source.one_epoch():
+        prepared = prepare(batch.arrays, vocab_size=100, num_devices=2, rows_per_microbatch=2)
+        assert prepared.num_supervised == batch.num_supervised_tokens
+        assert prepared.num_tokens == batch.num_tokens
+
+
 # Shapes.
 
 
@@ -282,3 +295,18 @@ def test_settings_are_checked():
     ):
         with pytest.raises(UserError, match=message):
             source_of(**bad)
+
+
+def test_importing_the_package_imports_no_framework():
+    code = (
+        "import sys, slidedp_jax.data; "
+        "print({'jax', 'grain', 'torch', 'transformers', 'flax'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "set()"
