@@ -81,7 +81,8 @@ class ElementwiseOptimizer:
             params = {name: jnp.zeros(leaf.shape) for name, leaf in self._params.items()}
             return self._shared(self._transformation.init(params))
 
-        return [np.asarray(leaf) for leaf in jax.jit(init, device=jax.devices("cpu")[0])()]
+        with jax.default_device(jax.devices("cpu")[0]):
+            return [np.asarray(leaf) for leaf in jax.jit(init)()]
 
     def init_block(
         self, group: int, values: jax.Array, shape: tuple[int, ...] | None = None
