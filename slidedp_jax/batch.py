@@ -48,7 +48,7 @@ def prepare(
     tokens fill up; they change neither the loss nor the gradients.
 
     Raises:
-      UserError: missing arrays, shapes that disagree, ids beyond the vocabulary, nothing supervised.
+      UserError: missing arrays, shapes that disagree, ids beyond the vocabulary, no supervision.
     """
     input_ids, labels = _checked(batch, vocab_size)
     segment_ids = batch.get("segment_ids")

@@ -85,7 +85,7 @@ class ChunkLayout:
         return self.unflatten(leaves)
 
     def pack(self, trees: Sequence[Any], dtype: jnp.dtype) -> jax.Array:
-        """Trees per stage -> flat [padded_size] of `dtype`, zeros in the padding; inside a trace."""
+        """Trees per stage -> flat [padded_size] of `dtype`, zeros in the padding; in a trace."""
         leaves = [leaf for tree in trees for leaf in jax.tree.leaves(tree)]
         ordered = sorted(zip(self.slots, leaves, strict=True), key=lambda pair: pair[0].offset)
         parts: list[jax.Array] = []

@@ -6,4 +6,4 @@ class UserError(Exception):
 
 
 class TrainingStopped(UserError):
-    """Training cannot go on (non-finite gradients, a failed lane); the state says how it was left."""
+    """Training cannot go on (non-finite gradients, a failed lane); it says how the state is."""

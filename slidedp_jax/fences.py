@@ -13,7 +13,7 @@ from slidedp_jax.errors import TrainingStopped
 
 
 class Fences:
-    """Versions and copies in flight of `num_chunks` chunks, shared by the pipeline and the updates."""
+    """Versions and copies in flight of `num_chunks` chunks, for pipeline and updates."""
 
     def __init__(self, num_chunks: int):
         self._condition = threading.Condition()

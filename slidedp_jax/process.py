@@ -64,8 +64,8 @@ class ProcessSetup:
 def _require(condition: bool, what: str, got: int) -> None:
     if not condition:
         raise RuntimeError(
-            f"not enough {what}: {got}. slidedp_jax.configure() must run before JAX's first use and "
-            "ask for no more devices than the machine has."
+            f"not enough {what}: {got}. slidedp_jax.configure() must run before JAX's first use "
+            "and ask for no more devices than the machine has."
         )
 
 
@@ -161,8 +161,8 @@ def _check_not_started() -> None:
     if xla_bridge.backends_are_initialized():
         raise RuntimeError(
             "JAX's backends have already started, so platforms, CPU devices and XLA flags can no "
-            "longer be set. Call slidedp_jax.configure() before the first use of JAX: move it above "
-            "nnx.Rngs(...), jnp arrays and jax.devices()."
+            "longer be set. Call slidedp_jax.configure() before the first use of JAX: move it "
+            "above nnx.Rngs(...), jnp arrays and jax.devices()."
         )
 
 

@@ -29,7 +29,7 @@ _HIGH_INFINITY = 0x7F80
 
 
 def split(master: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Split float32 [...] into `high` bfloat16 [...] and `low` int16 [...], inside or outside jit."""
+    """Split float32 [...] into `high` bfloat16 [...] and `low` int16 [...], in or out of jit."""
     bits = jax.lax.bitcast_convert_type(master, jnp.uint32)
     high, low = _split_bits(bits, jnp)
     return (
