@@ -146,8 +146,7 @@ class _Rendering:
         except ChatTemplateError:
             return None
         begin = _common_start(self.text, other)
-        room = min(len(self.text), len(other)) - begin
-        tail = min(room, _common_start(self.text[::-1], other[::-1]))
+        tail = _common_start(self.text[::-1], other[::-1])
         if other[begin : len(other) - tail] != _STAND_IN:
             return None
         return begin, len(self.text) - tail

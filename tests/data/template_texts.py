@@ -50,6 +50,15 @@ DROPS_OLD_REASONING = (
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}"
 )
+# Every answer begins with an empty reasoning block, and a finished conversation ends with eos.
+EOS_AT_THE_END = (
+    "{% for m in messages %}"
+    "{{ '<|im_start|>' + m.role + '\n' + ('<think></think>' if m.role == 'assistant' else '') }}"
+    "{{ m.content + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{% else %}{{ eos_token }}{% endif %}"
+)
 # The generation prompt opens a reasoning block that rendered answers do not have.
 PREFILLS_REASONING = (
     "{% for m in messages %}"

@@ -145,6 +145,12 @@ def test_state_of_other_data_or_order_is_refused(change, named):
         source_of(**change).restore(source_of().state())
 
 
+def test_state_of_rows_with_other_tokens_is_refused():
+    other = BatchSource(make_examples(LENGTHS, seed=1), max_seq_length=32, step_size=8)
+    with pytest.raises(UserError, match="other data or another order: data was"):
+        other.restore(source_of().state())
+
+
 def test_damaged_state_is_refused():
     state = source_of().state()
     with pytest.raises(UserError, match="row 64 of 64"):

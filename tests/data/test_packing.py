@@ -48,9 +48,9 @@ def test_packing_depends_on_the_lengths_alone(case):
 
 
 def test_the_fullest_row_that_fits_is_taken():
-    # By length: 7 | 6 | then 3 fits both rooms (3 and 4) and takes the 7's, 4 takes the 6's.
-    plan = pack(np.array([6, 3, 7, 4]), 10)
-    assert [plan.row(r).tolist() for r in range(len(plan))] == [[0, 3], [1, 2]]
+    # 7 and 6 open rows with room for 3 and 4; the 3 fits both and fills the first.
+    plan = pack(np.array([6, 3, 7]), 10)
+    assert [plan.row(r).tolist() for r in range(len(plan))] == [[0], [1, 2]]
 
 
 def test_rows_are_nearly_full_on_a_realistic_spread():

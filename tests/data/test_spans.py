@@ -8,6 +8,7 @@ from template_texts import (
     CHATML_MARKED,
     COUNTS_MESSAGES,
     DROPS_OLD_REASONING,
+    EOS_AT_THE_END,
     INSTRUCTION,
     NO_GENERATION_PROMPT,
     PREFILLS_REASONING,
@@ -91,6 +92,14 @@ def test_old_reasoning_is_dropped_and_new_is_learnt():
     assert learnt(row, DROPS_OLD_REASONING) == [
         "one<|im_end|>",
         "<think>\n\n</think>\n\ntwo<|im_end|>",
+    ]
+
+
+def test_what_comes_before_the_words_is_learnt_where_the_model_must_say_it():
+    row = chat("q", "one", "q", "two")
+    assert learnt(row, EOS_AT_THE_END) == [
+        "<think></think>one<|im_end|>",
+        "<think></think>two<|im_end|>\n</s>",
     ]
 
 
