@@ -78,6 +78,14 @@ def test_loss_on_choices(load, tokenizer_folder):
         assert report.num_supervised_tokens == (examples.labels(0) != IGNORED).sum()
 
 
+def test_loss_on_the_last_answer_obeys_its_flag_and_needs_an_answer(load):
+    question, said = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+    rows = [[question, said], [question, said, question, said | {"train": False}], [question]]
+    examples, report = load([{"messages": m} for m in rows], loss_on="completion")
+    assert examples.row_ids.tolist() == [0]
+    assert report.dropped == {"no_supervised_tokens": 2}
+
+
 def test_completion_rows(load, tokenizer_folder):
     tokenizer = load_tokenizer(tokenizer_folder)
     row = {"prompt": "2+2=", "completion": "4"}
