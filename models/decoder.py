@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from models import cached_layers
 from models.attention import (
     IMPLEMENTATIONS,
     ComputeTarget,
@@ -24,7 +25,7 @@ from models.attention import (
 from models.config import ModelConfig
 from models.layers import DecoderLayer, Embedding, Head
 from models.loss import cross_entropy_sum, project_to_vocab
-from models.streamed import Batch, Params, Stage, StreamedModel
+from models.streamed import Batch, Cache, CachedForm, Params, Stage, StreamedModel
 
 
 def build(
@@ -56,10 +57,16 @@ def build(
     embedding = _Abstract(lambda: Embedding(config.vocab_size, config.hidden_size))
     layer = _Abstract(lambda: DecoderLayer(config))
     head = _Abstract(lambda: Head(config))
+    windows = set(config.layer_windows)
     layer_fns = {
         window: partial(_apply_layer, layer, config, attention, target, window)
-        for window in set(config.layer_windows)
+        for window in windows
     }
+    prefill_fns = {
+        window: partial(_prefill_layer, layer, config, attention, target, window)
+        for window in windows
+    }
+    decode_fns = {window: partial(_decode_layer, layer, window) for window in windows}
     return StreamedModel(
         embed=Stage(name="model.embed_tokens", shapes=embedding.shapes),
         layers=tuple(
@@ -74,6 +81,12 @@ def build(
         tied=config.tie_word_embeddings,
         vocab_size=config.vocab_size,
         initial_value=partial(initial_value, initializer_range=config.initializer_range),
+        cached=CachedForm(
+            prefill_fns=tuple(prefill_fns[window] for window in config.layer_windows),
+            decode_fns=tuple(decode_fns[window] for window in config.layer_windows),
+            init_cache=partial(cached_layers.init_cache, config),
+            max_tokens=cached_layers.max_tokens(config),
+        ),
     )
 
 
@@ -126,14 +139,46 @@ def _apply_layer(
     x: jax.Array,
     batch: Batch,
 ) -> jax.Array:
-    choice = resolve_attention(
+    kernel = _attention_kernel(config, attention, target, x, batch)
+    return layer.merge(params)(x, batch, window=window, attention=kernel)
+
+
+def _prefill_layer(
+    layer: _Abstract,
+    config: ModelConfig,
+    attention: str,
+    target: ComputeTarget | None,
+    window: int | None,
+    params: Params,
+    x: jax.Array,
+    batch: Batch,
+    cache: Cache,
+) -> tuple[jax.Array, Cache]:
+    kernel = _attention_kernel(config, attention, target, x, batch)
+    module = layer.merge(params)
+    return cached_layers.prefill(module, x, batch, cache, window=window, attention=kernel)
+
+
+def _decode_layer(
+    layer: _Abstract, window: int | None, params: Params, x: jax.Array, batch: Batch, cache: Cache
+) -> tuple[jax.Array, Cache]:
+    return cached_layers.decode(layer.merge(params), x, batch, cache, window=window)
+
+
+def _attention_kernel(
+    config: ModelConfig,
+    attention: str,
+    target: ComputeTarget | None,
+    x: jax.Array,
+    batch: Batch,
+) -> str:
+    return resolve_attention(
         attention,
         target=target or device_target(jax.devices()[0]),
         dtype=x.dtype,
         head_dim=config.head_dim,
         rows=row_layout(batch),
-    )
-    return layer.merge(params)(x, batch, window=window, attention=choice.name)
+    ).name
 
 
 def _head_loss(

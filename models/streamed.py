@@ -50,6 +50,35 @@ class Stage:
         return [f"{self.name}.{leaf}" if self.name else leaf for leaf in inner]
 
 
+Cache = Any
+"""Pytree of arrays that one layer keeps while rows grow, each with leading dimension B."""
+
+CachedFn = Callable[[Params, jax.Array, Batch, Cache], tuple[jax.Array, Cache]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachedForm:
+    """A decoder's layers as generation runs them: what was computed of earlier tokens is kept.
+
+    Rows begin at position 0 and are padded on their right. As in `StreamedModel.layer_fns`, layers
+    of equal structure share one function object.
+
+    Attributes:
+      prefill_fns: per layer (params, x [B, T, D], batch, cache) -> (x, cache), over whole prompts.
+        The batch has `positions`, `segment_ids` (1, padding 0), `document_starts` and
+        `document_lengths`.
+      decode_fns: per layer the same over one more token of each row, x [B, 1, D], batch with
+        `positions` [B, 1].
+      init_cache: (rows, capacity in tokens, dtype) -> empty cache of one layer.
+      max_tokens: longest row, prompt and completion.
+    """
+
+    prefill_fns: tuple[CachedFn, ...]
+    decode_fns: tuple[CachedFn, ...]
+    init_cache: Callable[[int, int, Any], Cache]
+    max_tokens: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class StreamedModel:
     """A decoder as the runtime sees it.
@@ -68,6 +97,7 @@ class StreamedModel:
       vocab_size: number of token ids that the embedding accepts.
       initial_value: (full parameter name, shape, seed) -> float32 array, for training from scratch;
         depends on nothing else, so chunking and device count do not change it.
+      cached: the layers in a form that keeps keys and values, or None: no text can be generated.
     """
 
     embed: Stage
@@ -80,6 +110,7 @@ class StreamedModel:
     tied: bool
     vocab_size: int
     initial_value: Callable[[str, tuple[int, ...], int], np.ndarray]
+    cached: CachedForm | None = None
 
     def stages(self) -> tuple[Stage, ...]:
         """All stages in forward order."""

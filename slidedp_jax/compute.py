@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import Mesh, PartitionSpec
 
-from models.streamed import StreamedModel
+from models.streamed import Cache, CachedFn, StreamedModel
 from slidedp_jax.chunk import ChunkLayout
 from slidedp_jax.routes import DATA_AXIS, GradientPath, WeightPath
 from slidedp_jax.split_float import join
@@ -53,6 +53,7 @@ class ComputePrograms:
         self._pack: dict[Any, Callable[..., Any]] = {}
         self.embed = self._map(model.embed_fn, (_SAME, _ROWS), _ROWS)
         self.logits = self._map(model.head_logits_fn, (_SAME, _SAME, _ROWS), _ROWS)
+        self.logits_at = self._map(self._logits_at, (_SAME, _SAME, _ROWS, _ROWS), _ROWS)
         self.loss = self._map(self._loss, (_SAME, _SAME, _ROWS, _ROWS), _ROWS)
         self.embed_backward = self._map(
             self._embed_backward, (_SAME, _ROWS, _ROWS, _ROWS), _ROWS, donate=(3,)
@@ -107,6 +108,19 @@ class ComputePrograms:
         return self._map(body, (_SAME, _ROWS, _ROWS), _ROWS)
 
     @functools.cache  # noqa: B019
+    def cached_forward(self, layer_fns: tuple[CachedFn, ...]) -> Callable[..., Any]:
+        """(trees per layer, x, batch, caches per layer) -> (x, caches); the caches are donated."""
+
+        def body(trees: Any, x: jax.Array, batch: Any, caches: tuple[Cache, ...]) -> Any:
+            kept = []
+            for layer_fn, params, cache in zip(layer_fns, trees, caches, strict=True):
+                x, cache = layer_fn(params, x, batch, cache)
+                kept.append(cache)
+            return x, tuple(kept)
+
+        return self._map(body, (_SAME, _ROWS, _ROWS, _ROWS), (_ROWS, _ROWS), donate=(3,))
+
+    @functools.cache  # noqa: B019
     def backward(self, layer_fns: LayerFns, widen: bool) -> Callable[..., Any]:
         """(trees, x before the chunk, dy, batch, sums or None) -> (dx, sums of gradients).
 
@@ -148,7 +162,7 @@ class ComputePrograms:
         )
 
     def embed_backward_reads_values(self, batch: Any, dx: jax.Array) -> bool:
-        """Whether the embedding's gradient depends on its parameters (a plain lookup's does not)."""
+        """Whether the embedding's gradient depends on its parameters; a lookup's does not."""
         embed = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, self.compute_dtype),
             self._model.embed.shapes,
@@ -159,6 +173,11 @@ class ComputePrograms:
 
     def _loss(self, head: Any, embed: Any, x: jax.Array, batch: Any) -> jax.Array:
         return self._model.head_loss_fn(head, embed, x, batch)[None]
+
+    def _logits_at(self, head: Any, embed: Any, x: jax.Array, index: jax.Array) -> jax.Array:
+        """Logits [B, V] of one token of each row, `index` int32 [B]."""
+        chosen = jnp.take_along_axis(x, index[:, None, None], axis=1)
+        return self._model.head_logits_fn(head, embed, chosen)[:, 0]
 
     def _embed_backward(self, embed: Any, batch: Any, dx: jax.Array, sums: Any) -> Any:
         """Gradients of the embedding in fp32, added to `sums` (for a tied model, the head's)."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from models.streamed import Cache, CachedFn
 from slidedp_jax.chunk import ChunkLayout
 from slidedp_jax.compute import ComputePrograms, LayerFns
 from slidedp_jax.trace import Tracer
@@ -128,6 +129,50 @@ class Pipeline:
         if self._tied:
             weights.release(0)
         return losses
+
+    def next_logits(
+        self,
+        weights: WeightSource,
+        layer_fns: Sequence[CachedFn],
+        batch: DeviceBatch,
+        last: jax.Array,
+        caches: list[Cache],
+    ) -> jax.Array:
+        """One pass over rows that keep keys and values.
+
+        Args:
+          weights: where chunks come from.
+          layer_fns: per layer, the prefill or the decode function of `models.streamed.CachedForm`.
+          batch: arrays on the devices, rows sharded.
+          last: index in `batch` of each row's last token, int32 [B].
+          caches: per layer; each is donated and replaced by what the pass leaves.
+
+        Returns:
+          Logits of the token after the last one, float32 [B, V].
+        """
+        embed = weights.take(0)[0]
+        self._prefetch(weights, range(1, self._head + 1))
+        x = self._programs.embed(embed, batch)
+        if not self._tied:
+            embed = None
+        stop = 0
+        for chunk in range(1, self._head):
+            trees = weights.take(chunk)
+            self._prefetch(weights, range(chunk + 1, self._head + 1))
+            start, stop = stop, stop + len(self._layer_fns[chunk - 1])
+            program = self._programs.cached_forward(tuple(layer_fns[start:stop]))
+            previous = x
+            with self._tracer.span("compute", f"generate {self._layouts[chunk].name}"):
+                x, caches[start:stop] = program(trees, x, batch, tuple(caches[start:stop]))
+            jax.block_until_ready(previous)
+            if chunk > 1 or not self._tied:
+                weights.release(chunk - 1)
+            self._prefetch(weights, range(chunk + 1, self._head + 1))
+        logits = self._programs.logits_at(weights.take(self._head)[0], embed, x, last)
+        jax.block_until_ready(logits)
+        for chunk in (self._head - 1, self._head, *([0] if self._tied else [])):
+            weights.release(chunk)
+        return logits
 
     def _forward(
         self, weights: WeightSource, microbatches: Sequence[DeviceBatch], *, keep_last: bool

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from models.streamed import StreamedModel
+from models.streamed import Cache, CachedFn, StreamedModel
 from planner.strategy import Strategy
 from slidedp_jax.batch import PreparedBatch, prepare
 from slidedp_jax.chunk import ChunkLayout, lay_out
@@ -191,10 +191,69 @@ class Trainer:
         losses = self._pipeline.losses(self.weights, self._place(prepared))
         return mean_loss(losses, prepared.num_supervised), prepared.num_supervised
 
+    def next_logits(
+        self,
+        layer_fns: Sequence[CachedFn],
+        batch: Mapping[str, np.ndarray],
+        last: np.ndarray,
+        caches: list[Cache],
+    ) -> np.ndarray:
+        """One pass of generation under the current weights; see `slidedp_jax.generate`.
+
+        Args:
+          layer_fns: `prefill_fns` or `decode_fns` of the model's cached form.
+          batch: what those read and `input_ids`, arrays [R, ...], R a multiple of the devices.
+          last: index in `batch` of each row's last token, int32 [R].
+          caches: from `init_caches`; replaced by what the pass leaves.
+
+        Returns:
+          Logits of the token after the last one, float32 [R, V].
+        """
+        rows = NamedSharding(self._mesh, PartitionSpec(DATA_AXIS))
+        batch, last = jax.device_put((dict(batch), last), rows)
+        self.weights.require(self.step_count)
+        try:
+            logits = self._pipeline.next_logits(self.weights, layer_fns, batch, last, caches)
+        except BaseException as error:
+            self._fences.fail(error)
+            raise
+        return np.asarray(logits)
+
+    def init_caches(self, num_rows: int, capacity: int) -> list[Cache]:
+        """Empty caches of all layers, rows spread over the compute devices."""
+        assert self.model.cached is not None
+        rows = NamedSharding(self._mesh, PartitionSpec(DATA_AXIS))
+        # The same function object every time, so it is compiled once per size.
+        make = jax.jit(self.model.cached.init_cache, static_argnums=(0, 1, 2), out_shardings=rows)
+        dtype = self._programs.compute_dtype
+        return [make(num_rows, capacity, dtype) for _ in self.model.layers]
+
+    @property
+    def num_devices(self) -> int:
+        """Compute devices in use."""
+        return len(self._devices)
+
     def parameters(self) -> dict[str, np.ndarray]:
         """All master weights, float32 copies by full name; waits for pending updates."""
         self.wait()
         return {name: self.store.read(name) for name in self.store.parameter_names}
+
+    @property
+    def optimizer_state_dtypes(self) -> tuple[np.dtype, ...]:
+        """Dtypes of the optimizer's state arrays of each parameter."""
+        return self._optimizer.state_dtypes
+
+    @property
+    def shared_optimizer_state(self) -> list[np.ndarray]:
+        """Optimizer state that no parameter owns (step counts), after all committed updates."""
+        return list(self._updates.shared)
+
+    def resume_at(self, step: int, shared: Sequence[np.ndarray]) -> None:
+        """Declare that the store now holds the state after `step` steps (a restored checkpoint)."""
+        self.wait()
+        self._updates.shared = list(shared)
+        self._fences.reset(step)
+        self.step_count = step
 
     def wait(self) -> None:
         """Block until every update of the steps so far is committed."""
