@@ -1,4 +1,4 @@
-"""Every test process: CPU only, eight compute devices beside the host devices that hold the state."""
+"""Every test process: CPU only, eight compute devices beside eight that hold the state."""
 
 import atexit
 import shutil

@@ -1,0 +1,108 @@
+"""Small streamed runs, and what they leave behind."""
+
+import contextlib
+import dataclasses
+
+import numpy as np
+import optax
+
+from models import decoder
+from models.config import ModelConfig, named_config
+from planner.strategy import Strategy
+from slidedp_jax import Trainer
+from slidedp_jax.chunk import ChunkLayout
+
+BLOCK_SIZE = 256
+
+
+def small_config(*, tied: bool = False, layers: int = 4) -> ModelConfig:
+    """Compiles in seconds; head_dim is not hidden / heads, and no size is a multiple of a block."""
+    return dataclasses.replace(
+        named_config("tiny"),
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        head_dim=16,
+        num_hidden_layers=layers,
+        tie_word_embeddings=tied,
+    )
+
+
+def strategy(**changes) -> Strategy:
+    """fp32 compute, one layer per chunk and eight host devices, unless changed."""
+    fields = {
+        "layers_per_chunk": 1,
+        "rows_per_microbatch": 4,
+        "num_microbatches": 1,
+        "compute_dtype": "float32",
+        "num_host_devices": 8,
+        "block_size": BLOCK_SIZE,
+        "weight_slots": 16,
+    }
+    return Strategy(**(fields | changes))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """Figures of every step, then master weights and optimizer state by name."""
+
+    losses: list[float]
+    norms: list[float]
+    parameters: dict[str, np.ndarray]
+    state: list[dict[str, np.ndarray]]
+
+
+@contextlib.contextmanager
+def trainer(config, optimizer: optax.GradientTransformation, plan: Strategy, **options):
+    """A trainer of `config` that is closed at the end; the kernel form is not measured."""
+    model = decoder.build(config, loss_chunk_tokens=100)
+    options = {"kernel_form": "whole"} | options
+    with Trainer(model, optimizer, strategy=plan, **options) as it:
+        yield it
+
+
+def train(config, optimizer, plan, batches, **options) -> Run:
+    """One streamed step per batch."""
+    with trainer(config, optimizer, plan, **options) as it:
+        metrics = [it.step(batch) for batch in batches]
+        return Run(
+            losses=[figures.loss for figures in metrics],
+            norms=[figures.grad_norm for figures in metrics],
+            parameters=it.parameters(),
+            state=optimizer_state(it.store),
+        )
+
+
+def optimizer_state(store) -> list[dict[str, np.ndarray]]:
+    """Per state array (for adamw mu and nu), values by parameter name."""
+    number = len(store.chunks[0].arrays) - 2
+    return [
+        {name: store.read_state(name, index) for name in store.parameter_names}
+        for index in range(number)
+    ]
+
+
+def assert_bitwise_equal(run: Run, other: Run, *, norms: bool = True) -> None:
+    """Losses, norms, weights and state agree in every bit."""
+    assert run.losses == other.losses
+    if norms:
+        assert run.norms == other.norms
+    assert differing(run, other) == []
+
+
+def differing(run: Run, other: Run) -> list[str]:
+    """Names of parameters whose weights or state differ in any bit."""
+    trees = [(run.parameters, other.parameters), *zip(run.state, other.state, strict=True)]
+    return sorted(
+        {
+            name
+            for tree, other_tree in trees
+            for name in tree
+            if tree[name].tobytes() != other_tree[name].tobytes()
+        }
+    )
+
+
+def padding(layouts: list[ChunkLayout]) -> int:
+    """Elements of all chunks that are not parameters."""
+    return sum(layout.padded_size - layout.num_parameters for layout in layouts)
