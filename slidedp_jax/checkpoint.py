@@ -1,0 +1,209 @@
+"""Elastic checkpoints with Orbax: by parameter name, whatever the chunking and the device count.
+
+A checkpoint is a folder `step_N` with one Orbax item per stage of the model (embedding, each layer,
+head) and `trainer.json`, written last. An item maps each parameter of its stage to its fp32 master
+and its optimizer state arrays, so a save needs extra memory for one stage only. Everything is
+written into a hidden sibling folder and renamed when complete: a folder named `step_N` is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from models.streamed import Stage
+from slidedp_jax.errors import UserError
+from slidedp_jax.trainer import Trainer
+
+FORMAT = 1
+_STEP = re.compile(r"step_(\d+)")
+_MASTER = "master"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """What a checkpoint holds beside arrays.
+
+    Attributes:
+      step: optimizer steps done.
+      extra: what `save` was given (data position, settings).
+    """
+
+    step: int
+    extra: dict[str, Any]
+
+
+def save(trainer: Trainer, folder: pathlib.Path, extra: Mapping[str, Any]) -> pathlib.Path:
+    """Write `folder/step_N` for the trainer's present step N.
+
+    Args:
+      trainer: its pending updates are waited for.
+      folder: where checkpoints live; made if absent.
+      extra: JSON-able values to keep beside the state.
+
+    Returns:
+      The checkpoint's folder. An existing complete checkpoint of the step is left as it is.
+
+    Raises:
+      OSError: the file system refuses; no `step_N` is left behind.
+    """
+    trainer.wait()
+    target = folder / f"step_{trainer.step_count:08d}"
+    if target.exists():
+        return target
+    partial = folder / f".{target.name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    checkpointer = _checkpointer()
+    for stage in trainer.model.stages():
+        checkpointer.save(
+            (partial / _item(stage)).absolute(),
+            args=ocp.args.PyTreeSave(_stage_arrays(trainer, stage)),
+        )
+    record = {
+        "format": FORMAT,
+        "step": trainer.step_count,
+        "shared_optimizer_state": [_to_json(leaf) for leaf in trainer.shared_optimizer_state],
+        "optimizer_state_dtypes": [str(dtype) for dtype in trainer.optimizer_state_dtypes],
+        "kernel_form": trainer.kernel_form,
+        "extra": dict(extra),
+    }
+    path = partial / "trainer.json"
+    with path.open("w") as stream:
+        json.dump(record, stream, indent=1)
+        stream.flush()
+        os.fsync(stream.fileno())
+    partial.rename(target)
+    return target
+
+
+def restore(trainer: Trainer, checkpoint: pathlib.Path) -> Restored:
+    """Read a checkpoint into a trainer, whatever devices and chunking it was saved with.
+
+    Raises:
+      UserError: the folder is not a complete checkpoint, or of another model or optimizer.
+    """
+    record = read_record(checkpoint)
+    dtypes = [str(dtype) for dtype in trainer.optimizer_state_dtypes]
+    if record["optimizer_state_dtypes"] != dtypes:
+        raise UserError(
+            f"{checkpoint} holds optimizer state of dtypes {record['optimizer_state_dtypes']}, "
+            f"this optimizer keeps {dtypes}; resume with the optimizer of the saving run"
+        )
+    checkpointer = _checkpointer()
+    for stage in trainer.model.stages():
+        item = (checkpoint / _item(stage)).absolute()
+        if not item.is_dir():
+            raise UserError(f"{checkpoint} has no {item.name}: it is of another model or damaged")
+        _read_stage(trainer, stage, item, checkpointer)
+    shared = [_from_json(leaf) for leaf in record["shared_optimizer_state"]]
+    trainer.resume_at(record["step"], shared)
+    return Restored(step=record["step"], extra=record["extra"])
+
+
+def read_record(checkpoint: pathlib.Path) -> dict[str, Any]:
+    """The `trainer.json` of a checkpoint.
+
+    Raises:
+      UserError: it is missing, unreadable or of another format.
+    """
+    path = checkpoint / "trainer.json"
+    try:
+        record = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(
+            f"{checkpoint} is not a complete checkpoint: {path.name} is missing"
+        ) from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is damaged: {error}") from None
+    if record.get("format") != FORMAT:
+        raise UserError(f"{path} has format {record.get('format')}, this version reads {FORMAT}")
+    return record
+
+
+def list_steps(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Complete checkpoints of a run, oldest step first."""
+    if not folder.is_dir():
+        return []
+    found = [(int(m[1]), path) for path in folder.iterdir() if (m := _STEP.fullmatch(path.name))]
+    return [path for _, path in sorted(found) if (path / "trainer.json").is_file()]
+
+
+def keep_last(folder: pathlib.Path, number: int) -> None:
+    """Delete all but the newest `number` complete checkpoints of a run, and leftovers of saves."""
+    for path in list_steps(folder)[:-number]:
+        shutil.rmtree(path)
+    for path in folder.glob(".step_*.partial"):
+        shutil.rmtree(path)
+
+
+def read_parameter_arrays(checkpoint: pathlib.Path, stage: Stage) -> dict[str, np.ndarray]:
+    """fp32 masters of a stage by full name, without a trainer (for export)."""
+    tree = _checkpointer().restore((checkpoint / _item(stage)).absolute())
+    return {name: np.asarray(arrays[_MASTER]) for name, arrays in tree.items()}
+
+
+def _checkpointer() -> ocp.Checkpointer:
+    """Uncompressed: weights do not compress, and zstd is the slowest part of a save."""
+    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False, use_zarr3=True))
+
+
+def _item(stage: Stage) -> str:
+    return stage.name or "head"
+
+
+def _stage_arrays(trainer: Trainer, stage: Stage) -> dict[str, dict[str, np.ndarray]]:
+    store = trainer.store
+    return {
+        name: {_MASTER: store.read(name)}
+        | {
+            f"state_{number}": store.read_state(name, number)
+            for number in range(len(trainer.optimizer_state_dtypes))
+        }
+        for name in stage.parameter_names()
+    }
+
+
+def _read_stage(
+    trainer: Trainer, stage: Stage, item: pathlib.Path, checkpointer: ocp.Checkpointer
+) -> None:
+    store = trainer.store
+    dtypes = {_MASTER: np.dtype(np.float32)} | {
+        f"state_{number}": dtype for number, dtype in enumerate(trainer.optimizer_state_dtypes)
+    }
+    wanted = {
+        name: {
+            kind: jax.ShapeDtypeStruct(store.shapes[name], dtype) for kind, dtype in dtypes.items()
+        }
+        for name in stage.parameter_names()
+    }
+    as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), wanted)
+    try:
+        tree = checkpointer.restore(
+            item, args=ocp.args.PyTreeRestore(item=wanted, restore_args=as_numpy)
+        )
+        for name, arrays in tree.items():
+            store.write(name, arrays[_MASTER])
+            for number in range(len(trainer.optimizer_state_dtypes)):
+                store.write_state(name, number, arrays[f"state_{number}"])
+    except (ValueError, KeyError) as error:
+        raise UserError(f"{item} does not fit this model: {error}") from error
+
+
+def _to_json(leaf: np.ndarray) -> dict[str, Any]:
+    return {"dtype": str(leaf.dtype), "shape": list(leaf.shape), "hex": leaf.tobytes().hex()}
+
+
+def _from_json(leaf: Mapping[str, Any]) -> np.ndarray:
+    data = np.frombuffer(bytes.fromhex(leaf["hex"]), np.dtype(leaf["dtype"]))
+    return data.reshape(leaf["shape"]).copy()

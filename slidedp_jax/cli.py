@@ -1,0 +1,37 @@
+"""The console script `slidedp`: thin names for the package's commands."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+_USAGE = """usage: slidedp {train,plan,export,generate} ...
+
+  train     fine-tune a model folder                (python -m slidedp_jax.train)
+  plan      predict memory and step time            (python -m planner)
+  export    checkpoint -> Hugging Face folder       (python -m slidedp_jax.export)
+  generate  complete a prompt with a model folder   (python -m slidedp_jax.generate)"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand; returns its exit code."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    command, rest = (argv[0], argv[1:]) if argv else ("", [])
+    if command == "train":
+        from slidedp_jax.train import main as run
+    elif command == "plan":
+        from planner.__main__ import main as run
+    elif command == "export":
+        from slidedp_jax.export import main as run
+    elif command == "generate":
+        import slidedp_jax.generate
+
+        return slidedp_jax.generate.main(rest) or 0
+    else:
+        print(_USAGE, file=sys.stdout if command in ("-h", "--help") else sys.stderr)
+        return 0 if command in ("-h", "--help") else 2
+    return run(rest)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

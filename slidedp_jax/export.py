@@ -1,0 +1,77 @@
+"""From a checkpoint to a Hugging Face folder: `python -m slidedp_jax.export RUN_OR_CHECKPOINT OUT`.
+
+Needs no GPU and no more memory than one stage of the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+
+from models.hf_config import read_config
+from models.hf_export import export
+from models.hf_hub import resolve_model_folder
+from slidedp_jax.errors import UserError
+from slidedp_jax.process import configure
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="slidedp export", description=__doc__.splitlines()[0])
+    parser.add_argument("checkpoint", type=pathlib.Path, help="run folder, or one step_N folder")
+    parser.add_argument("output", type=pathlib.Path, help="folder to write; new or empty")
+    parser.add_argument("--model_name_or_path", "--model-name-or-path", help="source model folder")
+    parser.add_argument("--dtype", default="bfloat16", help="bfloat16, float16 or float32")
+    args = parser.parse_args(argv)
+    try:
+        export_checkpoint(args.checkpoint, args.output, args.model_name_or_path, args.dtype)
+    except (UserError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"wrote {args.output}")
+    return 0
+
+
+def export_checkpoint(
+    checkpoint: pathlib.Path, output: pathlib.Path, source: str | None, dtype: str
+) -> None:
+    """Write the weights of a checkpoint, by default the newest of a run, as a model folder."""
+    configure(platform="cpu", num_devices=1, num_host_devices=1)
+    from models.decoder import build
+    from slidedp_jax.checkpoint import list_steps, read_parameter_arrays, read_record
+
+    root = checkpoint
+    if not (checkpoint / "trainer.json").is_file():
+        steps = list_steps(checkpoint / "checkpoints") or list_steps(checkpoint)
+        if not steps:
+            raise UserError(f"{checkpoint} holds no complete checkpoint")
+        checkpoint = steps[-1]
+    else:
+        root = checkpoint.parent.parent
+    read_record(checkpoint)
+    if source is None:
+        record = root / "run.json"
+        if not record.is_file():
+            raise UserError(f"{root} has no run.json; name the source with --model_name_or_path")
+        source = json.loads(record.read_text())["arguments"]["model_name_or_path"]
+    folder = resolve_model_folder(source)
+    config = read_config(folder)
+    stages = {name: s for s in build(config).stages() for name in s.parameter_names()}
+    loaded: dict[str, np.ndarray] = {}
+
+    def read(name: str) -> np.ndarray:
+        if name not in loaded:
+            loaded.clear()
+            loaded.update(read_parameter_arrays(checkpoint, stages[name]))
+        return loaded[name]
+
+    export(output, folder, config.parameter_shapes(), read, dtype=dtype)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""What a run tells: metrics.jsonl always; a progress bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+import time
+from typing import Any
+
+import psutil
+
+_COLUMNS = ("loss", "grad_norm", "learning_rate", "tokens_per_second")
+
+
+class Progress:
+    """Takes one record per step.
+
+    Args:
+      path: metrics.jsonl, appended to.
+      first_step: steps done before this run.
+      num_steps: steps in all.
+      logging_steps: steps between console lines.
+      bar: whether a bar may be drawn.
+    """
+
+    def __init__(
+        self,
+        path: pathlib.Path,
+        *,
+        first_step: int,
+        num_steps: int,
+        logging_steps: int,
+        bar: bool,
+    ):
+        self._stream = path.open("a")
+        self._num_steps = num_steps
+        self._logging_steps = logging_steps
+        self._first = first_step
+        self._start = time.perf_counter()
+        self._process = psutil.Process()
+        self._bar = self._task = None
+        if bar and sys.stdout.isatty():
+            self._open_bar(first_step, num_steps)
+
+    def _open_bar(self, first_step: int, num_steps: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as RichProgress
+
+        self._bar = RichProgress(
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+        )
+        self._task = self._bar.add_task("", total=num_steps, completed=first_step)
+        self._bar.start()
+
+    def step(self, record: dict[str, Any]) -> None:
+        """Log a step; adds host memory and the time that is left."""
+        done = record["step"] - self._first
+        elapsed = time.perf_counter() - self._start
+        record = record | {
+            "host_rss_gib": round(self._process.memory_info().rss / 2**30, 3),
+            "eta_s": round(elapsed / done * (self._num_steps - record["step"]), 1),
+        }
+        self._stream.write(json.dumps(record) + "\n")
+        self._stream.flush()
+        text = "  ".join(
+            f"{name} {record[name]:.4g}" for name in _COLUMNS if record.get(name) is not None
+        )
+        if self._bar is not None:
+            self._bar.update(self._task, completed=record["step"], description=text)
+        elif record["step"] % self._logging_steps == 0 or record["step"] == self._num_steps:
+            eta = record["eta_s"]
+            self.say(f"step {record['step']}/{self._num_steps}  {text}  eta {eta:.0f} s")
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Write a record that is not a step (an evaluation)."""
+        self._stream.write(json.dumps(record) + "\n")
+        self._stream.flush()
+
+    def say(self, text: str) -> None:
+        """Print a line without disturbing the bar."""
+        if self._bar is not None:
+            self._bar.console.print(text, highlight=False, markup=False)
+        else:
+            print(text, flush=True)
+
+    def close(self) -> None:
+        """End the bar and the file."""
+        if self._bar is not None:
+            self._bar.stop()
+        self._stream.close()

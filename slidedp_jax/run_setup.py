@@ -1,0 +1,171 @@
+"""Everything that is checked before anything expensive: model folder, data, steps, devices, plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pathlib
+from dataclasses import dataclass
+
+from models.config import ModelConfig
+from models.hf_config import read_config
+from models.hf_hub import resolve_model_folder
+from models.hf_load import check_folder
+from planner.candidates import Choices
+from planner.hardware import named_hardware
+from planner.search import Plan
+from slidedp_jax.arguments import TrainArguments
+from slidedp_jax.data import (
+    BatchSource,
+    DataReport,
+    ExampleSettings,
+    StepSize,
+    Tokenizer,
+    load_examples,
+    load_tokenizer,
+)
+from slidedp_jax.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInputs:
+    """Checked inputs of a run.
+
+    Attributes:
+      folder: the model's Hugging Face folder.
+      config: its configuration.
+      tokenizer: its tokenizer; None when the folder has none and all rows are pre-tokenised.
+      source: the training rows.
+      evaluation: the rows of `validation_file`, if any.
+      report: what became of the training files' rows.
+      num_steps: steps in all.
+    """
+
+    folder: pathlib.Path
+    config: ModelConfig
+    tokenizer: Tokenizer | None
+    source: BatchSource
+    evaluation: BatchSource | None
+    report: DataReport
+    num_steps: int
+
+
+def load_inputs(args: TrainArguments, num_devices: int) -> RunInputs:
+    """Check the model folder by its headers, read and tokenise the data, count the steps.
+
+    Raises:
+      UserError: anything about them that would stop the run later.
+    """
+    try:
+        folder = resolve_model_folder(args.model_name_or_path)
+        config = read_config(folder)
+        check_folder(folder, config)
+    except (FileNotFoundError, ValueError) as error:
+        raise UserError(str(error)) from error
+    for path in (*args.train_file, *args.validation_file):
+        if not pathlib.Path(path).is_file():
+            raise UserError(f"there is no file {path}; check train_file and validation_file")
+    tokenizer = None
+    if (folder / "tokenizer.json").is_file() or not _all_json(args.train_file):
+        tokenizer = load_tokenizer(folder, chat_template=args.chat_template_path)
+    settings = ExampleSettings(
+        max_seq_length=args.max_seq_length,
+        loss_on=args.loss_on,  # type: ignore[arg-type]  # ExampleSettings checks it
+        over_long=args.over_long,  # type: ignore[arg-type]
+        keep=args.truncation_keep,  # type: ignore[arg-type]
+        append_eos=args.append_eos,
+        skip_bad_rows=args.skip_bad_rows,
+        max_rows=args.max_train_samples,
+        columns=args.columns,
+        template_kwargs=args.chat_template_kwargs,
+    )
+    examples, report = load_examples(
+        args.train_file, tokenizer, settings, vocab_size=config.vocab_size
+    )
+    pad_id = tokenizer.pad_id if tokenizer is not None else 0
+    source = BatchSource(
+        examples,
+        max_seq_length=args.max_seq_length,
+        step_size=StepSize(
+            per_device=args.per_device_train_batch_size,
+            accumulation=args.gradient_accumulation_steps,
+            num_devices=num_devices,
+        ),
+        seed=args.seed if args.data_seed is None else args.data_seed,
+        packing=args.packing,
+        shuffle=args.shuffle,
+        pad_id=pad_id,
+    )
+    source.require_whole_step()
+    evaluation = None
+    if args.validation_file:
+        rows, _ = load_examples(
+            args.validation_file,
+            tokenizer,
+            dataclasses.replace(settings, max_rows=None),
+            vocab_size=config.vocab_size,
+        )
+        evaluation = BatchSource(
+            rows,
+            max_seq_length=args.max_seq_length,
+            step_size=args.per_device_train_batch_size * num_devices,
+            shuffle=False,
+            pad_id=pad_id,
+        )
+    return RunInputs(
+        folder=folder,
+        config=config,
+        tokenizer=tokenizer,
+        source=source,
+        evaluation=evaluation,
+        report=report,
+        num_steps=args.max_steps or source.num_steps(args.num_train_epochs),
+    )
+
+
+def make_plan(args: TrainArguments, inputs: RunInputs, num_devices: int) -> Plan:
+    """The strategy for this machine, or for `args.hardware` in a dry run.
+
+    Raises:
+      UserError: nothing fits; every limit is listed.
+    """
+    from slidedp_jax.planning import plan_for
+
+    hardware = None
+    if args.hardware is not None:
+        if not args.dry_run:
+            raise UserError("hardware plans for another machine; it goes with --dry_run only")
+        try:
+            hardware = named_hardware(args.hardware, num_devices=num_devices)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+    choices = Choices(
+        layers_per_chunk=args.layers_per_chunk,
+        rows_per_microbatch=args.rows_per_microbatch,
+        weight_route=args.weight_route,  # type: ignore[arg-type]  # the planner checks them
+        gradient_route=args.gradient_route,  # type: ignore[arg-type]
+    )
+    return plan_for(
+        inputs.config,
+        rows_per_step=inputs.source.rows_per_step,
+        tokens_per_row=inputs.source.widths[-1],
+        max_grad_norm=args.clip,
+        compute_dtype=args.dtype,
+        device_memory_budget_gib=args.device_memory_budget,
+        host_memory_budget_gib=args.host_memory_budget,
+        update_policy="deferred" if args.on_nonfinite == "skip" else None,
+        choices=choices,
+        hardware=hardware,
+    )
+
+
+def epochs_note(inputs: RunInputs, args: TrainArguments) -> str:
+    """One line on steps and epochs."""
+    steps = inputs.source.steps_per_epoch
+    epochs = inputs.num_steps / steps
+    repeated = " (the data repeats, reshuffled)" if math.ceil(epochs) > 1 and args.max_steps else ""
+    return f"{inputs.num_steps} steps of {inputs.source.rows_per_step} rows, {epochs:.2f} epochs{repeated}"
+
+
+def _all_json(files: list[str]) -> bool:
+    return all(path.endswith((".json", ".jsonl", ".parquet")) for path in files)

@@ -1,0 +1,381 @@
+"""The main job: `python -m slidedp_jax.train --model_name_or_path DIR --train_file F --output_dir OUT`.
+
+Trains every parameter of a Hugging Face model folder on jsonl or text files, resumes by the same
+command, and writes a Hugging Face folder at the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import platform
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+import slidedp_jax
+from planner.report import plan_as_dict, plan_as_text
+from planner.search import Plan
+from planner.workload import BatchShape, Workload
+from slidedp_jax.arguments import TrainArguments, help_text, parse_arguments
+from slidedp_jax.errors import UserError
+
+EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code: 0 done, 1 failed, 2 wrong command."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if not argv or "--help" in argv or "-h" in argv:
+        print(help_text())
+        return 0 if argv else EXIT_USAGE
+    try:
+        args = parse_arguments(argv)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    try:
+        return train(args)
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        if error.__cause__ is not None and not isinstance(error, UserError):
+            raise
+        return EXIT_FAILED
+
+
+def train(args: TrainArguments) -> int:
+    """Run a training job; returns the exit code."""
+    from slidedp_jax.run_folder import open_run_folder
+    from slidedp_jax.run_setup import epochs_note, load_inputs, make_plan
+
+    setup = _configure(args)
+    num_devices = args.num_devices or (1 if args.hardware is not None else len(setup.devices()[0]))
+    folder = open_run_folder(args)
+    inputs = load_inputs(args, num_devices)
+    print(inputs.report)
+    print(epochs_note(inputs, args))
+    plan = make_plan(args, inputs, num_devices)
+    print(plan_as_text(plan), flush=True)
+    if args.dry_run:
+        return 0
+    with _StopAtSignal() as stop:
+        return _Run(args, folder, inputs, plan, stop).run()
+
+
+def _configure(args: TrainArguments) -> Any:
+    try:
+        return slidedp_jax.configure(
+            platform="cpu" if args.hardware is not None else args.platform,
+            num_devices=args.num_devices if args.device_ids is None else None,
+            device_ids=args.device_ids,
+            num_host_devices=args.num_host_devices,
+        )
+    except (ValueError, RuntimeError) as error:
+        raise UserError(str(error)) from error
+
+
+class _StopAtSignal:
+    """Turns the first SIGINT or SIGTERM into a request to save and stop; the second ends at once."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> _StopAtSignal:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._request)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+        print("stopping after this step; a checkpoint is written", file=sys.stderr, flush=True)
+
+
+class _Run:
+    """One training run with everything checked."""
+
+    def __init__(self, args: TrainArguments, folder: Any, inputs: Any, plan: Plan, stop: Any):
+        from slidedp_jax.schedule import learning_rate
+
+        self._args = args
+        self._folder = folder
+        self._inputs = inputs
+        self._plan = plan
+        self._stop = stop
+        self._schedule = learning_rate(args, inputs.num_steps)
+        self._workload = Workload.from_config(inputs.config)
+        self._tokens_seen = 0
+        self._skipped = 0
+        self._timed: list[tuple[int, float]] = []
+
+    def run(self) -> int:
+        """Load, train, save, export, report."""
+        from slidedp_jax.checkpoint import read_record, restore
+
+        resume = self._folder.resume_from
+        kernel_form = read_record(resume)["kernel_form"] if resume else None
+        trainer = self._trainer(kernel_form, load=resume is None)
+        first_step = 0
+        if resume is not None:
+            restored = restore(trainer, resume)
+            self._inputs.source.restore(restored.extra["data"])
+            self._tokens_seen = restored.extra["tokens_seen"]
+            self._skipped = restored.extra["skipped_steps"]
+            first_step = restored.step
+            print(f"resuming from {resume} at step {first_step}")
+        self._folder.write_record(self._record(trainer))
+        if first_step >= self._inputs.num_steps:
+            print(f"already complete: {first_step} of {self._inputs.num_steps} steps are done")
+            return self._finish(trainer, complete=True)
+        self._folder.drop_metrics_after(first_step)
+        if first_step == 0:
+            self._sample(trainer, "before training")
+        complete = self._loop(trainer, first_step)
+        return self._finish(trainer, complete=complete)
+
+    def _trainer(self, kernel_form: Any, *, load: bool) -> Any:
+        from models.decoder import build
+        from models.hf_load import load_parameters
+        from slidedp_jax.schedule import adamw
+        from slidedp_jax.trainer import Trainer
+
+        args, inputs, strategy = self._args, self._inputs, self._plan.strategy
+        start = time.perf_counter()
+        shapes = inputs.config.parameter_shapes()
+        trainer = Trainer(
+            build(
+                inputs.config,
+                attention=args.attention,
+                loss_chunk_tokens=strategy.loss_chunk_tokens,
+            ),
+            adamw(args, inputs.num_steps),
+            strategy=strategy,
+            parameters=lambda write: (
+                load_parameters(inputs.folder, shapes, write) if load else None
+            ),
+            max_grad_norm=args.clip,
+            on_nonfinite=args.on_nonfinite,
+            kernel_form=kernel_form,
+        )
+        what = "weights loaded" if load else "host state made"
+        print(
+            f"{what} in {time.perf_counter() - start:.1f} s: {trainer.store.num_parameters:,} "
+            f"parameters, {trainer.store.owned_bytes / 2**30:.2f} GiB of host state, update kernel "
+            f"{trainer.kernel_form}",
+            flush=True,
+        )
+        return trainer
+
+    def _loop(self, trainer: Any, first_step: int) -> bool:
+        """Steps until the end or a signal; whether the end was reached."""
+        from slidedp_jax.progress import Progress
+
+        args, num_steps = self._args, self._inputs.num_steps
+        progress = Progress(
+            self._folder.metrics,
+            first_step=first_step,
+            num_steps=num_steps,
+            logging_steps=args.logging_steps,
+            bar=not args.disable_tqdm,
+        )
+        try:
+            for step in range(first_step + 1, num_steps + 1):
+                progress.step(self._step(trainer, step))
+                stopping = self._stop.requested
+                due = args.save_steps is not None and step % args.save_steps == 0
+                if due or stopping or step == num_steps:
+                    self._save(trainer, progress)
+                if self._evaluation_due(step, num_steps) and not stopping:
+                    self._evaluate(trainer, step, progress)
+                if stopping:
+                    return step == num_steps
+            return True
+        finally:
+            progress.close()
+
+    def _step(self, trainer: Any, step: int) -> dict[str, Any]:
+        start = time.perf_counter()
+        batch = next(self._inputs.source)
+        data_s = time.perf_counter() - start
+        arrays = dict(batch.arrays)
+        if batch.one_document_per_row:
+            # Padding is on the right, so causal attention alone keeps documents apart.
+            del arrays["segment_ids"]
+        metrics = trainer.step(arrays)
+        loss, norm, skipped = metrics.loss, metrics.grad_norm, metrics.skipped
+        seconds = time.perf_counter() - start
+        self._timed.append((batch.num_tokens, seconds))
+        self._tokens_seen += batch.num_tokens
+        self._skipped += skipped
+        num_devices = self._plan.hardware.num_devices
+        flops = self._workload.model_flops_per_step(
+            BatchShape(num_rows=len(arrays["input_ids"]), seq_length=arrays["input_ids"].shape[1])
+        )
+        peak = self._plan.hardware.peak_flops_per_s * num_devices
+        source = self._inputs.source
+        return {
+            "step": step,
+            "epoch": round(step / source.steps_per_epoch, 4),
+            "loss": loss,
+            "grad_norm": norm,
+            "learning_rate": float(self._schedule(step - 1)),
+            "num_tokens": self._tokens_seen,
+            "num_supervised_tokens": batch.num_supervised_tokens,
+            "tokens_per_second": batch.num_tokens / seconds,
+            "tokens_per_second_per_device": batch.num_tokens / seconds / num_devices,
+            "step_time_s": seconds,
+            "data_time_s": data_s,
+            "mfu": flops / seconds / peak,
+            "device_peak_gib": _device_peak_gib(),
+            "skipped_steps": self._skipped,
+            "row_ids": batch.row_ids,
+        }
+
+    def _evaluation_due(self, step: int, num_steps: int) -> bool:
+        if self._inputs.evaluation is None:
+            return False
+        every = self._args.eval_steps
+        return step == num_steps or (every is not None and step % every == 0)
+
+    def _evaluate(self, trainer: Any, step: int, progress: Any) -> None:
+        """Loss over all held-out rows, weighted by their supervised tokens."""
+        total, count = 0.0, 0
+        start = time.perf_counter()
+        for batch in self._inputs.evaluation.one_epoch():
+            loss, supervised = trainer.evaluate(batch.arrays)
+            total, count = total + loss * supervised, count + supervised
+        record = {
+            "step": step,
+            "eval_loss": total / count,
+            "eval_supervised_tokens": count,
+            "eval_runtime": time.perf_counter() - start,
+        }
+        progress.write(record)
+        progress.say(f"step {step}: held-out loss {record['eval_loss']:.4f} over {count} tokens")
+
+    def _save(self, trainer: Any, progress: Any) -> None:
+        from slidedp_jax.checkpoint import keep_last, save
+
+        extra = {
+            "data": self._inputs.source.state(),
+            "tokens_seen": self._tokens_seen,
+            "skipped_steps": self._skipped,
+            "seed": self._args.seed,
+        }
+        path = save(trainer, self._folder.checkpoints, extra)
+        keep_last(self._folder.checkpoints, self._args.save_total_limit)
+        progress.say(f"saved {path}")
+
+    def _finish(self, trainer: Any, *, complete: bool) -> int:
+        """Samples, export and the summary."""
+        if not complete:
+            print(f"stopped at step {trainer.step_count}; the same command goes on from there")
+            trainer.close()
+            return EXIT_INTERRUPTED
+        self._sample(trainer, "after training")
+        if self._args.export and not self._export_exists(trainer):
+            self._export(trainer)
+        self._summary()
+        trainer.close()
+        return 0
+
+    def _export_exists(self, trainer: Any) -> bool:
+        marker = self._folder.export / "slidedp_jax_step"
+        return marker.is_file() and marker.read_text() == str(trainer.step_count)
+
+    def _export(self, trainer: Any) -> None:
+        import pathlib
+        import shutil
+
+        from models.hf_export import export
+
+        trainer.wait()
+        template = self._args.chat_template_path
+        shutil.rmtree(self._folder.export, ignore_errors=True)
+        export(
+            self._folder.export,
+            self._inputs.folder,
+            trainer.store.shapes,
+            trainer.store.read,
+            dtype=self._args.export_dtype,
+            chat_template=pathlib.Path(template).read_text() if template else None,
+        )
+        (self._folder.export / "slidedp_jax_step").write_text(str(trainer.step_count))
+
+    def _sample(self, trainer: Any, when: str) -> None:
+        """Greedy completions of the sample prompts, on the console."""
+        prompts, tokenizer = self._args.sample_prompts, self._inputs.tokenizer
+        if not prompts or tokenizer is None:
+            return
+        from slidedp_jax.generate import generate
+
+        def ids(prompt: str) -> list[int]:
+            if not tokenizer.chat_templates:
+                return tokenizer.encode(prompt, add_special_tokens=True)
+            message = [{"role": "user", "content": prompt}]
+            return list(tokenizer.encode_chat(message, add_generation_prompt=True))
+
+        outputs = generate(
+            trainer,
+            [ids(prompt) for prompt in prompts],
+            max_new_tokens=self._args.sample_max_new_tokens,
+            stop_ids=tokenizer.stop_ids,
+        )
+        for prompt, output in zip(prompts, outputs, strict=True):
+            text = tokenizer.decode(output, skip_special_tokens=True)
+            print(f"sample {when}: {prompt!r} -> {text!r}", flush=True)
+
+    def _summary(self) -> None:
+        print(f"done: {self._inputs.num_steps} steps, {self._tokens_seen:,} tokens seen")
+        timed = self._timed[1:] or self._timed
+        if timed:
+            tokens, seconds = (sum(column) for column in zip(*timed, strict=True))
+            step_s = sorted(second for _, second in timed)[len(timed) // 2]
+            predicted = self._plan.chosen.time.step_s
+            print(
+                f"  {tokens / seconds:,.0f} tokens/s after the first step; median step "
+                f"{step_s:.3f} s, predicted {predicted:.3f} s"
+            )
+        peak, predicted = _device_peak_gib(), self._plan.chosen.memory.device_bytes / 2**30
+        if peak is not None:
+            print(f"  device peak {peak:.1f} GiB, predicted {predicted:.1f} GiB")
+        print(f"  checkpoints: {self._folder.checkpoints}")
+        print(f"  metrics:     {self._folder.metrics}")
+        if self._args.export:
+            print(f"  model:       {self._folder.export}")
+
+    def _record(self, trainer: Any) -> dict[str, Any]:
+        packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "grain")
+        return {
+            "arguments": dataclasses.asdict(self._args),
+            "plan": plan_as_dict(self._plan),
+            "kernel_form": trainer.kernel_form,
+            "data": dataclasses.asdict(self._inputs.report),
+            "versions": {
+                "slidedp_jax": slidedp_jax.__version__,
+                "python": platform.python_version(),
+            }
+            | {name: importlib.metadata.version(name) for name in packages},
+        }
+
+
+def _device_peak_gib() -> float | None:
+    """Largest peak over the compute devices; None where the backend does not tell."""
+    from slidedp_jax.process import current_setup
+
+    stats = [device.memory_stats() or {} for device in current_setup().devices()[0]]
+    peaks = [entry["peak_bytes_in_use"] for entry in stats if "peak_bytes_in_use" in entry]
+    return max(peaks) / 2**30 if peaks else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
