@@ -38,7 +38,7 @@ DESTINATIONS = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.
 
 
 def write_model_folder(folder: Path, config: ModelConfig) -> None:
-    """A bfloat16 folder of the given shapes; the values are one random block, repeated."""
+    """A bfloat16 folder of the given shapes; matrices repeat one random block, vectors are 1."""
     source = folder.with_name(folder.name + "-config")
     source.mkdir(parents=True, exist_ok=True)
     raw = dataclasses.asdict(config)
@@ -52,7 +52,13 @@ def write_model_folder(folder: Path, config: ModelConfig) -> None:
     (source / "config.json").write_text(json.dumps(raw))
     block = np.random.default_rng(0).standard_normal(1 << 20, np.float32)
     shapes = config.parameter_shapes()
-    export(folder, source, shapes, lambda name: np.resize(block, shapes[name]))
+    block *= np.float32(config.initializer_range)
+
+    def values(name: str) -> np.ndarray:
+        shape = shapes[name]
+        return np.ones(shape, np.float32) if len(shape) == 1 else np.resize(block, shape)
+
+    export(folder, source, shapes, values)
     (source / "config.json").unlink()
     source.rmdir()
 
