@@ -153,15 +153,14 @@ class HostOptimizer:
         """The first job whose gradient has arrived, else the one that was submitted first.
 
         Gradients arrive from the top chunk down, while jobs are sorted from the bottom up, so the
-        first job is not always one that can run.
+        first job is not always one that can run. The end of a step keeps its place among them.
         """
         self._jobs.sort()
-        for job in self._jobs:
-            gradient = self._gradients.get(job)
-            if gradient is None or gradient.has_arrived():
-                break
-        else:
-            job = min(self._jobs, key=lambda key: (key[0], -key[1]))
+        job = self._jobs[0]
+        if job in self._gradients:
+            updates = [key for key in self._jobs if key in self._gradients]
+            arrived = (key for key in updates if self._gradients[key].has_arrived())
+            job = next(arrived, None) or min(updates, key=lambda key: (key[0], -key[1]))
         self._jobs.remove(job)
         return job
 
