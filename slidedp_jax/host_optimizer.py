@@ -95,6 +95,7 @@ class HostOptimizer:
         self._placed: list[jax.Array] = []
         self._placed_step = 0
         self._closed = False
+        self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="host_update", daemon=True)
         self._thread.start()
 
@@ -121,6 +122,9 @@ class HostOptimizer:
             return functools.cache(lambda: self._report(step, _global_norm(squares)))
         future: Future[StepUpdate] = Future()
         with self._condition:
+            if self._failure is not None:  # no thread is left to end the step
+                future.set_exception(self._failure)
+                return future.result
             self._ends[step] = (squares, future)
             self._jobs.append((step, _NORM if self.deferred else len(self._fences)))
             self._condition.notify()
@@ -167,6 +171,7 @@ class HostOptimizer:
     def _fail(self, error: BaseException) -> None:
         self._fences.fail(error)
         with self._condition:
+            self._failure = error
             for _, future in self._ends.values():
                 future.set_exception(error)
             self._gradients.clear()
