@@ -7,7 +7,6 @@ updated as soon as its gradient has arrived, the lowest waiting chunk first. Bot
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -118,15 +117,14 @@ class HostOptimizer:
           A function that waits for the norm. With eager updates and gradients summed by the host
           that is the end of the step's updates.
         """
-        if not self.deferred and not self._sums_on_host:
-            return functools.cache(lambda: self._report(step, _global_norm(squares)))
+        noted_while_updating = self._sums_on_host and not self.deferred
         future: Future[StepUpdate] = Future()
         with self._condition:
             if self._failure is not None:  # no thread is left to end the step
                 future.set_exception(self._failure)
                 return future.result
             self._ends[step] = (squares, future)
-            self._jobs.append((step, _NORM if self.deferred else len(self._fences)))
+            self._jobs.append((step, len(self._fences) if noted_while_updating else _NORM))
             self._condition.notify()
         return future.result
 
