@@ -128,6 +128,11 @@ class HostOptimizer:
             self._condition.notify()
         return future.result
 
+    def resume(self, shared: Sequence[np.ndarray]) -> None:
+        """Go on from `shared`, the state that no parameter owns; no update may be pending."""
+        self.shared = list(shared)
+        self._placed_step = 0  # what was placed for a step of that number is another state
+
     def close(self) -> None:
         """Finish what has been submitted and end the thread."""
         with self._condition:

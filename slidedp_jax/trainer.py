@@ -251,7 +251,7 @@ class Trainer:
     def resume_at(self, step: int, shared: Sequence[np.ndarray]) -> None:
         """Declare that the store now holds the state after `step` steps (a restored checkpoint)."""
         self.wait()
-        self._updates.shared = list(shared)
+        self._updates.resume(shared)
         self._fences.reset(step)
         self.step_count = step
 
