@@ -3,9 +3,10 @@
 Slot s of a row's cache holds the row's token s, so rows of different lengths are padded on their
 right and every row writes at its own position. Slots after a row's last token are never read.
 
-Keys are kept rotated, with one exception: under dynamic RoPE beyond the trained length all angles
-change with every token, so keys are kept as they were projected and rotated whenever they are read.
-The result is that of a full forward pass over the row so far.
+Keys are kept with their positions applied, and each token gets what a full forward pass over the
+row so far would give it. That holds up to `max_position_embeddings`, where rows must end: beyond
+it, dynamic RoPE turns all earlier tokens anew with every token, so that not only keys but all
+hidden states above the first layer change, and no cache can hold them.
 
 Letters: B rows, T tokens, D hidden, N query heads, K key-value heads, H head dim, C capacity.
 """
@@ -21,7 +22,7 @@ from jax import lax
 from models.attention import attend
 from models.config import ModelConfig
 from models.layers import DecoderLayer
-from models.rope import rotary_tables, rotate
+from models.rope import rotary_tables
 from models.streamed import Batch
 
 
@@ -33,19 +34,18 @@ class LayerCache(NamedTuple):
 
 
 def init_cache(config: ModelConfig, num_rows: int, capacity: int, dtype: Any) -> LayerCache:
-    """An empty cache of one layer: 2 * B * C * K * H elements."""
+    """An empty cache of one layer: 2 * B * C * K * H elements.
+
+    Raises:
+      ValueError: the capacity is beyond `max_position_embeddings`.
+    """
+    if capacity > config.max_position_embeddings:
+        raise ValueError(
+            f"capacity is {capacity}, but rows must end at max_position_embeddings "
+            f"({config.max_position_embeddings})."
+        )
     shape = (num_rows, capacity, config.num_key_value_heads, config.head_dim)
     return LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
-
-
-def max_tokens(config: ModelConfig) -> int:
-    """Longest row, prompt and completion, that the model's positions are meant for.
-
-    `max_position_embeddings`; for dynamic RoPE, whose formula starts from there, `factor` times it.
-    """
-    rope = config.rope_parameters
-    factor = rope.factor if rope.rope_type == "dynamic" else 1.0
-    return int(config.max_position_embeddings * factor)
 
 
 def prefill(
@@ -68,12 +68,10 @@ def prefill(
       attention: `chunked` or `cudnn`.
     """
     cos, sin = rotary_tables(layer.config, batch["positions"], batch.get("segment_ids"))
-    q, k, v = layer.self_attn.heads(layer.input_layernorm(x))
-    q, rotated = rotate(q, cos, sin), rotate(k, cos, sin)
-    attended = attend(q, rotated, v, batch, window=window, implementation=attention)
-    kept = k if _turns_with_length(layer.config, cache) else rotated
+    q, k, v = layer.self_attn.project(layer.input_layernorm(x), cos, sin)
+    attended = attend(q, k, v, batch, window=window, implementation=attention)
     cache = LayerCache(
-        lax.dynamic_update_slice_in_dim(cache.keys, kept, 0, axis=1),
+        lax.dynamic_update_slice_in_dim(cache.keys, k, 0, axis=1),
         lax.dynamic_update_slice_in_dim(cache.values, v, 0, axis=1),
     )
     return layer.feed_forward(x + layer.self_attn.merge_heads(attended)), cache
@@ -92,28 +90,11 @@ def decode(
       window: sliding window of this layer in tokens, or None.
     """
     positions = batch["positions"]
-    q, k, v = layer.self_attn.heads(layer.input_layernorm(x))
-    if _turns_with_length(layer.config, cache):
-        # Slots after the token take its position: the longest position tells the row's length.
-        slots = jnp.arange(cache.keys.shape[1], dtype=positions.dtype)[None, :]
-        cos, sin = rotary_tables(layer.config, jnp.minimum(slots, positions), None)
-        own_cos, own_sin = (
-            jnp.take_along_axis(table, positions[:, :, None], axis=1) for table in (cos, sin)
-        )
-        cache = _write(cache, k, v, positions)
-        q, keys = rotate(q, own_cos, own_sin), rotate(cache.keys, cos, sin)
-    else:
-        cos, sin = rotary_tables(layer.config, positions, None)
-        cache = _write(cache, rotate(k, cos, sin), v, positions)
-        q, keys = rotate(q, cos, sin), cache.keys
-    attended = _attend_to_cache(q, keys, cache.values, positions, window)
+    cos, sin = rotary_tables(layer.config, positions, None)
+    q, k, v = layer.self_attn.project(layer.input_layernorm(x), cos, sin)
+    cache = _write(cache, k, v, positions)
+    attended = _attend_to_cache(q, cache, positions, window)
     return layer.feed_forward(x + layer.self_attn.merge_heads(attended)), cache
-
-
-def _turns_with_length(config: ModelConfig, cache: LayerCache) -> bool:
-    """Whether rows of this cache can grow past where dynamic RoPE begins to stretch."""
-    is_dynamic = config.rope_parameters.rope_type == "dynamic"
-    return is_dynamic and cache.keys.shape[1] > config.max_position_embeddings
 
 
 def _write(cache: LayerCache, k: jax.Array, v: jax.Array, positions: jax.Array) -> LayerCache:
@@ -126,9 +107,10 @@ def _write(cache: LayerCache, k: jax.Array, v: jax.Array, positions: jax.Array) 
 
 
 def _attend_to_cache(
-    q: jax.Array, keys: jax.Array, values: jax.Array, positions: jax.Array, window: int | None
+    q: jax.Array, cache: LayerCache, positions: jax.Array, window: int | None
 ) -> jax.Array:
     """Attention of [B, 1, N, H] over the slots up to `positions`; scores float32 [B, N, C]."""
+    keys, values = cache
     num_rows, _, num_heads, head_dim = q.shape
     num_keys = keys.shape[2]
     grouped = q.reshape(num_rows, num_keys, num_heads // num_keys, head_dim)

@@ -85,7 +85,7 @@ def build(
             prefill_fns=tuple(prefill_fns[window] for window in config.layer_windows),
             decode_fns=tuple(decode_fns[window] for window in config.layer_windows),
             init_cache=partial(cached_layers.init_cache, config),
-            max_tokens=cached_layers.max_tokens(config),
+            max_tokens=config.max_position_embeddings,
         ),
     )
 

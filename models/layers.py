@@ -117,18 +117,13 @@ class Attention(nnx.Module):
           cos: float32 [B, T, H / 2] of `models.rope.rotary_tables`.
           sin: float32 [B, T, H / 2].
         """
-        q, k, v = self.heads(x)
-        return rotate(q, cos, sin), rotate(k, cos, sin), v
-
-    def heads(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """As `project`, before positions are applied."""
         heads = (*x.shape[:2], -1, self.config.head_dim)
         q = self.q_proj(x).reshape(heads)
         k = self.k_proj(x).reshape(heads)
         v = self.v_proj(x).reshape(heads)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        return q, k, v
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
 
     def merge_heads(self, attended: jax.Array) -> jax.Array:
         """[B, T, N, H] -> [B, T, D] through the output projection."""

@@ -13,7 +13,6 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -220,8 +219,8 @@ def _needed_tokens(rows: list[np.ndarray], max_new_tokens: int, max_tokens: int)
         if len(row) + max_new_tokens > max_tokens:
             raise UserError(
                 f"prompts[{number}] has {len(row)} tokens and {max_new_tokens} new ones were asked "
-                f"for, but the model's positions end at {max_tokens} (max_position_embeddings, "
-                "times the factor under dynamic RoPE); shorten the prompt or lower max_new_tokens"
+                f"for, but the model's positions end at {max_tokens} (max_position_embeddings); "
+                "shorten the prompt or lower max_new_tokens"
             )
     return max(len(row) for row in rows) + max_new_tokens
 
@@ -243,14 +242,6 @@ def _check_finite(logits: np.ndarray, row: int, position: int) -> None:
             f"the logits of prompts[{row}] at position {position} are not all finite; the weights "
             "are damaged (a diverged run, or a file of another model)"
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Loaded:
-    """A model folder, open for generation."""
-
-    trainer: Trainer
-    tokenizer: Tokenizer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -300,6 +291,7 @@ def _complete(args: argparse.Namespace) -> list[str]:
     from slidedp_jax.data import load_tokenizer
     from slidedp_jax.process import configure
 
+    _check_choice(args.max_new_tokens, args.temperature, args.top_p, args.seed)
     configure(
         platform=args.platform,
         num_devices=args.num_devices,
@@ -307,7 +299,7 @@ def _complete(args: argparse.Namespace) -> list[str]:
     )
     folder = resolve_model_folder(args.model_name_or_path)
     tokenizer = load_tokenizer(folder)
-    prompts = [_encode(tokenizer, text, args.chat) for text in args.prompt]
+    prompts = [encode_prompt(tokenizer, text, chat=args.chat) for text in args.prompt]
     with open_trainer(folder, dtype=args.dtype, num_devices=args.num_devices) as trainer:
         completions = generate(
             trainer,
@@ -321,7 +313,18 @@ def _complete(args: argparse.Namespace) -> list[str]:
     return [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in completions]
 
 
-def _encode(tokenizer: Tokenizer, text: str, chat: bool | None) -> list[int]:
+def encode_prompt(tokenizer: Tokenizer, text: str, *, chat: bool | None = None) -> list[int]:
+    """Token ids of a prompt.
+
+    Args:
+      tokenizer: of the model folder.
+      text: the prompt.
+      chat: the text is a user's message that the model should answer (True) or the beginning of a
+        document (False); None: the former if there is a chat template.
+
+    Raises:
+      UserError: chat was asked for and there is no chat template.
+    """
     if chat or (chat is None and tokenizer.chat_templates):
         message = {"role": "user", "content": text}
         return tokenizer.encode_chat([message], add_generation_prompt=True)
