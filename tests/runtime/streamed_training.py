@@ -24,6 +24,7 @@ def small_config(*, tied: bool = False, layers: int = 4) -> ModelConfig:
         intermediate_size=48,
         head_dim=16,
         num_hidden_layers=layers,
+        layer_windows=(None,) * layers,
         tie_word_embeddings=tied,
     )
 
