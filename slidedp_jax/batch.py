@@ -40,12 +40,15 @@ def prepare(
     vocab_size: int,
     num_devices: int,
     rows_per_microbatch: int,
+    documents_per_row: int = 1,
 ) -> PreparedBatch:
     """Validate, shift labels, fill up with rows of zero weight and split into microbatches.
 
     Rows are dealt in order: microbatch m of device g holds consecutive rows. When the number of
     rows is not a multiple of `num_devices * rows_per_microbatch`, padding rows without supervised
-    tokens fill up; they change neither the loss nor the gradients.
+    tokens fill up; they change neither the loss nor the gradients. `documents_per_row` is the least
+    number of documents for which offsets have room; the largest of a run keeps their shape, and so
+    the compiled programs, the same from step to step.
 
     Raises:
       UserError: missing arrays, shapes that disagree, ids beyond the vocabulary, no supervision.
@@ -70,7 +73,7 @@ def prepare(
     arrays = {name: np.ascontiguousarray(a, np.int32) for name, a in arrays.items()}
     arrays = _fill_rows(arrays, num_devices * rows_per_microbatch)
     if segment_ids is not None:
-        starts, lengths = document_offsets(arrays["segment_ids"])
+        starts, lengths = document_offsets(arrays["segment_ids"], documents_per_row)
         arrays |= {"document_starts": starts, "document_lengths": lengths}
     return PreparedBatch(
         microbatches=_split(arrays, num_devices * rows_per_microbatch),
@@ -89,11 +92,13 @@ def shift_labels(labels: np.ndarray, segment_ids: np.ndarray | None) -> np.ndarr
     return targets
 
 
-def document_offsets(segment_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def document_offsets(
+    segment_ids: np.ndarray, documents_per_row: int = 1
+) -> tuple[np.ndarray, np.ndarray]:
     """Segments as offsets: starts int32 [R, M + 1] and lengths int32 [R, M].
 
-    M is the largest number of documents in a row, rounded up to a power of two so that few shapes
-    occur. Documents that are not there have length 0 and start at the end of the last one, as does
+    M is the largest number of documents in a row, at least `documents_per_row`, rounded up to a
+    power of two so that few shapes occur. Documents that are not there have length 0 and start at the end of the last one, as does
     the closing entry of `starts`. Padding before, between or after documents belongs to none.
     """
     num_rows, length = segment_ids.shape
@@ -101,7 +106,7 @@ def document_offsets(segment_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     following = np.pad(segment_ids[:, 1:], ((0, 0), (0, 1)))
     begins = (segment_ids != 0) & (segment_ids != previous)
     ends = (segment_ids != 0) & (segment_ids != following)
-    most = max(1, int(begins.sum(axis=1).max(initial=1)))
+    most = max(documents_per_row, int(begins.sum(axis=1).max(initial=1)))
     width = 1 << (most - 1).bit_length()
     starts = np.zeros((num_rows, width + 1), np.int32)
     lengths = np.zeros((num_rows, width), np.int32)

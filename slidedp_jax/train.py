@@ -164,6 +164,7 @@ class _Run:
             ),
             max_grad_norm=args.clip,
             on_nonfinite=args.on_nonfinite,
+            documents_per_row=inputs.source.documents_per_row,
             kernel_form=kernel_form,
         )
         what = "weights loaded" if load else "host state made"
@@ -207,7 +208,7 @@ class _Run:
         batch = next(self._inputs.source)
         data_s = time.perf_counter() - start
         arrays = dict(batch.arrays)
-        if batch.one_document_per_row:
+        if batch.one_document_per_row and not self._args.packing:
             # Padding is on the right, so causal attention alone keeps documents apart.
             del arrays["segment_ids"]
         metrics = trainer.step(arrays)

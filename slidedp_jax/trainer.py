@@ -45,6 +45,8 @@ class Trainer:
       seed: of the starting weights where `parameters` is None.
       max_grad_norm: limit of the global gradient norm, exact; None for none.
       on_nonfinite: "stop" at a non-finite gradient norm, or "skip" the step.
+      documents_per_row: most documents that any packed row will hold; fewer than occur costs
+        compilations, not correctness.
       kernel_form: form of the update kernel; None measures which is faster here.
       num_devices: compute devices to use, the first ones of this process; None means all.
       tracer: takes note of what each lane does.
@@ -64,6 +66,7 @@ class Trainer:
         seed: int = 0,
         max_grad_norm: float | None = 1.0,
         on_nonfinite: NonfinitePolicy = "stop",
+        documents_per_row: int = 1,
         kernel_form: KernelForm | None = None,
         num_devices: int | None = None,
         tracer: Tracer | None = None,
@@ -71,6 +74,7 @@ class Trainer:
         self.strategy = strategy
         self.model = model
         self.step_count = 0
+        self._documents_per_row = documents_per_row
         self._tracer = tracer or Tracer()
         devices, host_devices = current_setup().devices()
         self._devices = _first(devices, num_devices)
@@ -278,6 +282,7 @@ class Trainer:
             vocab_size=self.model.vocab_size,
             num_devices=len(self._devices),
             rows_per_microbatch=self.strategy.rows_per_microbatch,
+            documents_per_row=self._documents_per_row,
         )
 
     def _place(self, prepared: PreparedBatch) -> list[dict[str, jax.Array]]:

@@ -95,6 +95,7 @@ class BatchSource:
       rows_per_step: rows of a step.
       steps_per_epoch: steps of a whole epoch, the smaller last one included.
       widths: the widths that batches can have.
+      documents_per_row: most documents of a row.
       density: tokens over the area of all rows at full width.
     """
 
@@ -148,6 +149,7 @@ class BatchSource:
         self._pad_id = pad_id
         self._position = (0, 0)
         self.num_rows = len(self._plan)
+        self.documents_per_row = int(np.diff(self._plan.offsets).max())
         self.rows_per_step = self._step_size.rows
         self.steps_per_epoch = math.ceil(self.num_rows / self.rows_per_step)
         widths = row_widths(max_seq_length, pad_to_multiple_of)
