@@ -34,6 +34,7 @@ _MAY_CHANGE = frozenset(
         "per_device_train_batch_size",
         "gradient_accumulation_steps",
         "save_steps",
+        "save_at_end",
         "save_total_limit",
         "eval_steps",
         "validation_file",

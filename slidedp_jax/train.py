@@ -193,7 +193,7 @@ class _Run:
                 progress.step(self._step(trainer, step))
                 stopping = self._stop.requested
                 due = args.save_steps is not None and step % args.save_steps == 0
-                if due or stopping or step == num_steps:
+                if due or stopping or (step == num_steps and args.save_at_end):
                     self._save(trainer, progress)
                 if self._evaluation_due(step, num_steps) and not stopping:
                     self._evaluate(trainer, step, progress)
