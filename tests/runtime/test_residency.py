@@ -1,0 +1,127 @@
+"""What lies on the compute devices: a window of chunks, whatever the depth of the model."""
+
+import contextlib
+import gc
+import threading
+
+import jax
+import numpy as np
+import optax
+import psutil
+import pytest
+from plain_training import random_batch
+from streamed_training import small_config, strategy, trainer
+
+from slidedp_jax.process import current_setup
+from slidedp_jax.trace import Tracer
+
+NUM_DEVICES, NUM_ROWS, NUM_TOKENS = 2, 2, 4
+
+
+def bytes_on_compute_devices():
+    """Distinct buffers in the memory of the compute devices."""
+    compute, _ = current_setup().devices()
+    buffers = {}
+    for array in jax.live_arrays():
+        if array.sharding.memory_kind != "pinned_host" and not array.is_deleted():
+            for shard in array.addressable_shards:
+                if shard.device in compute:
+                    # Programs write asynchronously; asking for the address waits for them.
+                    buffers[shard.device, shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
+    return sum(buffers.values())
+
+
+class Weigher(Tracer):
+    """Notes the bytes on the compute devices at every begin and end of a span of the schedule."""
+
+    def __init__(self):
+        self.samples = []
+
+    def _sample(self):
+        if threading.current_thread() is threading.main_thread():
+            self.samples.append(bytes_on_compute_devices())
+
+    @contextlib.contextmanager
+    def span(self, lane, name):
+        self._sample()
+        yield
+        self._sample()
+
+
+def peak_bytes(layers, *, tied=False, route="replicate", depth=1, packed=False, microbatches=1):
+    """Most bytes on the devices in a second step, beyond what was there before the trainer."""
+    gc.collect()
+    config = small_config(tied=tied, layers=layers)
+    rows = NUM_ROWS * microbatches
+    batch = random_batch(config, rows, NUM_TOKENS, packed=packed)
+    before = bytes_on_compute_devices()
+    weigher = Weigher()
+    plan = strategy(
+        rows_per_microbatch=1,
+        num_microbatches=microbatches,
+        weight_route=route,
+        prefetch_depth=depth,
+        num_host_devices=2,
+    )
+    with trainer(config, optax.sgd(1e-3), plan, num_devices=NUM_DEVICES, tracer=weigher) as it:
+        it.step(batch)
+        it.wait()
+        weigher.samples.clear()
+        it.step(batch)
+        it.wait()
+        sizes = [layout.padded_size for layout in it.store.layouts]
+    return max(weigher.samples) - before, sizes
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("route", ["replicate", "shard_all_gather"])
+def test_the_peak_grows_with_depth_by_boundary_activations_alone(tied, route):
+    """Per layer, a boundary float32 [rows, T, D] and a sum of squares [G] stay."""
+    shallow, _ = peak_bytes(4, tied=tied, route=route)
+    deep, sizes = peak_bytes(12, tied=tied, route=route)
+    boundary = NUM_ROWS * NUM_TOKENS * small_config().hidden_size * 4
+    squares = NUM_DEVICES * 4
+    assert 8 * boundary < 0.2 * 4 * NUM_DEVICES * sizes[1]  # far below the weights of one layer
+    assert deep - shallow <= 8 * (boundary + squares)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_the_peak_is_the_window_of_the_prefetch_depth(depth):
+    """At most prefetched uploads, the weights in use, their gradients, and a part of one more chunk.
+
+    In fp32 compute all three take 4 bytes per element. Here a layer is as large as the head.
+    """
+    peak, sizes = peak_bytes(12, depth=depth)
+    layer = 4 * NUM_DEVICES * sizes[1]
+    assert layer == 4 * NUM_DEVICES * max(sizes)
+    assert (depth + 2) * layer < peak < (depth + 3) * layer
+
+
+def test_each_further_prefetch_holds_one_more_upload():
+    peaks = [peak_bytes(12, depth=depth)[0] for depth in (2, 3, 4)]
+    _, sizes = peak_bytes(4)
+    layer = 4 * NUM_DEVICES * sizes[1]
+    np.testing.assert_allclose(np.diff(peaks), layer, rtol=0.1)
+
+
+def test_nothing_grows_over_a_hundred_steps():
+    config = small_config()
+    batches = [random_batch(config, 4, 8, packed=True, seed=i) for i in range(4)]
+    plan = strategy(rows_per_microbatch=1, num_microbatches=2, prefetch_depth=2)
+    with trainer(config, optax.adamw(1e-3), plan, num_devices=NUM_DEVICES) as it:
+
+        def run(steps):
+            for number in range(steps):
+                figures = it.step(batches[number % 4])
+            assert np.isfinite(figures.loss)
+            del figures
+            it.wait()
+            gc.collect()
+            return len(jax.live_arrays()), psutil.Process().memory_info().rss
+
+        run(40)
+        arrays, rss = run(20)
+        later_arrays, later_rss = run(100)
+    assert later_arrays <= arrays + 10  # the update thread may still hold the last gradient
+    # A layer's gradient kept per step would be 4.5 MB, all gradients of a step 23 MB.
+    assert later_rss - rss < 3e6
