@@ -87,7 +87,7 @@ def test_the_peak_grows_with_depth_by_boundary_activations_alone(tied, route):
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_the_peak_is_the_window_of_the_prefetch_depth(depth):
-    """At most prefetched uploads, the weights in use, their gradients, and a part of one more chunk.
+    """At most prefetched uploads, the weights in use, their gradients and a part of a chunk more.
 
     In fp32 compute all three take 4 bytes per element. Here a layer is as large as the head.
     """
