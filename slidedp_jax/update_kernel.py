@@ -1,20 +1,24 @@
 """The host update of one chunk: clip, optimizer step and split into halves, in place.
 
 One kernel serves every policy: the norm and its limit are run-time arguments in optax's order of
-operations, because a kernel with the factor and one without differ in the last bit. Two forms
+operations, because a kernel with the factor and one without differ in the last bit. Three forms
 compute the same update:
 
-- `blocked`: every host device walks over its piece in blocks that stay in cache. The barrier before
-  the writes keeps XLA from fusing them with the arithmetic, which would copy whole pieces. The
-  fastest form where XLA then updates the loop's buffers in place (JAX >= 0.11, without multi-output
-  fusion), a hundred times slower elsewhere.
-- `whole`: the piece as one array expression; multi-output fusion halves its memory traffic.
+- `blocked`: every host device walks over its piece in blocks that stay in cache. A barrier before
+  the writes keeps XLA from fusing them with the arithmetic, which in JAX 0.12 would copy whole
+  pieces: the fastest form there.
+- `fused`: the same walk without the barrier. The fastest form of JAX 0.11 with multi-output fusion;
+  a hundred times slower wherever XLA does not update the loop's buffers in place.
+- `whole`: the piece as one array expression, the fastest form of JAX 0.10, where multi-output
+  fusion halves its memory traffic.
 
-Which is faster is measured (`choose_form`), not guessed from a version.
+Which is fastest is measured (`choose_form`), not guessed from a version. Their results may differ
+in the last bit, because XLA contracts multiplications and additions per fusion; a run keeps one.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
@@ -27,9 +31,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from slidedp_jax.chunk import ChunkLayout, block_groups_array
 from slidedp_jax.elementwise import ElementwiseOptimizer
 from slidedp_jax.host_store import HOST_AXIS
-from slidedp_jax.split_float import join, split
+from slidedp_jax.split_float import join
 
-KernelForm = Literal["blocked", "whole"]
+KernelForm = Literal["blocked", "fused", "whole"]
 
 _SHARDED, _REPLICATED = PartitionSpec(HOST_AXIS), PartitionSpec()
 
@@ -132,7 +136,9 @@ class UpdateKernels:
 
     def _groups(self, layout: ChunkLayout) -> jax.Array:
         if layout.name not in self._block_groups:
-            groups = jax.device_put(block_groups_array(layout), self._sharding)
+            values = block_groups_array(layout)
+            assert (np.diff(values) >= 0).all(), "the kernel walks over one group after another"
+            groups = jax.device_put(values, self._sharding)
             self._block_groups[layout.name] = groups
         return self._block_groups[layout.name]
 
@@ -140,57 +146,69 @@ class UpdateKernels:
         arrays, gradients, scalars, groups = _in_device_space((arrays, gradients, scalars, groups))
         shared, norm, max_norm = scalars
 
-        def step(arrays: Any, gradients: Any, groups: jax.Array) -> Any:
+        def updated(group: int, arrays: Any, gradients: Any) -> list[jax.Array]:
+            """Master weights and state after the step, all as one group's."""
             gradient = _clip(_sum(gradients), norm, max_norm)
-            master = join(arrays[0], arrays[1])
+            master = _join_numbers(arrays[0], arrays[1])
+            values, state = self._optimizer.update_block(
+                group, master, gradient, arrays[2:], shared
+            )
+            return [values, *state]
+
+        if self.form == "whole":
             candidates = [
-                self._optimizer.update_block(group, master, gradient, arrays[2:], shared)
-                for group in range(self._optimizer.num_groups)
+                updated(group, arrays, gradients) for group in range(self._optimizer.num_groups)
             ]
-            values = _select(groups, [candidate[0] for candidate in candidates])
-            states = [
-                _select(groups, list(state))
-                for state in zip(*(candidate[1] for candidate in candidates), strict=True)
-            ]
-            return (*split(values), *states)
+            values, *state = (_select(groups, list(c)) for c in zip(*candidates, strict=True))
+            return (*_split_result(values), *state)
+
+        def step(group: int, arrays: Any, gradients: Any) -> tuple[jax.Array, ...]:
+            values, *state = updated(group, arrays, gradients)
+            return (*_split_result(values), *state)
 
         return self._over_blocks(step, arrays, gradients, groups)
 
     def _init_piece(self, arrays: Any, gradients: Any, scalars: Any, groups: Any) -> Any:
         arrays, groups = _in_device_space((arrays, groups))
 
-        def step(arrays: Any, gradients: Any, groups: jax.Array) -> Any:
-            master = join(arrays[0], arrays[1])
-            per_group = [
-                self._optimizer.init_block(group, master)
-                for group in range(self._optimizer.num_groups)
-            ]
-            states = [_select(groups, list(state)) for state in zip(*per_group, strict=True)]
-            return (arrays[0], arrays[1], *states)
-
-        return step(arrays, gradients, groups)
+        master = join(arrays[0], arrays[1])
+        per_group = [
+            self._optimizer.init_block(group, master) for group in range(self._optimizer.num_groups)
+        ]
+        states = [_select(groups, list(state)) for state in zip(*per_group, strict=True)]
+        return (arrays[0], arrays[1], *states)
 
     def _over_blocks(self, step: Any, arrays: Any, gradients: Any, groups: jax.Array) -> Any:
-        if self.form == "whole":
-            return step(arrays, gradients, groups)
+        """Walk over the blocks of each group in turn; `groups` is sorted.
+
+        One loop per group rather than one that computes all groups' candidates and selects: half
+        the arithmetic, and JAX 0.11 then vectorises it.
+        """
         size = self._block_size
 
         def cut(array: jax.Array, number: jax.Array) -> jax.Array:
             return jax.lax.dynamic_slice(array, (number * size,), (size,))
 
-        def body(number: jax.Array, arrays: Any) -> Any:
+        def body(group: int, number: jax.Array, arrays: Any) -> Any:
             block = step(
+                group,
                 tuple(cut(array, number) for array in arrays),
                 tuple(cut(gradient, number) for gradient in gradients),
-                jax.lax.dynamic_slice(groups, (number,), (1,)),
             )
-            block = jax.lax.optimization_barrier(block)
+            if self.form == "blocked":
+                block = jax.lax.optimization_barrier(block)
             return tuple(
                 jax.lax.dynamic_update_slice(array, part, (number * size,))
                 for array, part in zip(arrays, block, strict=True)
             )
 
-        return jax.lax.fori_loop(0, groups.shape[0], body, tuple(arrays))
+        arrays, start = tuple(arrays), 0
+        for group in range(self._optimizer.num_groups):
+            last = group == self._optimizer.num_groups - 1
+            end = groups.shape[0] if last else jnp.sum(groups <= group, dtype=jnp.int32)
+            arrays = jax.lax.fori_loop(start, end, functools.partial(body, group), arrays)
+            start = end
+        return arrays
 
 
 def choose_form(
@@ -200,7 +218,7 @@ def choose_form(
     block_size: int,
     elements_per_device: int = 1 << 20,
 ) -> KernelForm:
-    """Time both forms on a small state on this machine and return the faster one."""
+    """Time all forms on a small state on this machine and return the fastest one."""
     num_devices = sharding.mesh.size
     blocks = max(1, elements_per_device // block_size) * num_devices
     layout = ChunkLayout(
@@ -214,7 +232,8 @@ def choose_form(
     times: dict[KernelForm, float] = {}
     for form in get_args(KernelForm):
         kernels = UpdateKernels(optimizer, sharding, block_size=block_size, form=form)
-        times[form] = _time_update(kernels, layout, sharding, optimizer)
+        best = min(times.values(), default=np.inf)
+        times[form] = _time_update(kernels, layout, sharding, optimizer, give_up_s=3 * best)
     return min(times, key=lambda form: times[form])
 
 
@@ -223,8 +242,10 @@ def _time_update(
     layout: ChunkLayout,
     sharding: NamedSharding,
     optimizer: ElementwiseOptimizer,
+    *,
+    give_up_s: float,
 ) -> float:
-    """Seconds of the best of three updates after one that compiles."""
+    """Seconds of the best of three updates after one that compiles; of fewer if hopeless."""
     size = layout.padded_size
     dtypes = (jnp.bfloat16, jnp.int16, *optimizer.state_dtypes)
     arrays: Sequence[jax.Array] = [
@@ -238,6 +259,8 @@ def _time_update(
         start = time.perf_counter()
         arrays = kernels.update(layout, arrays, [gradient], shared, 0.0, np.inf)
         seconds.append(time.perf_counter() - start)
+        if len(seconds) > 1 and seconds[-1] > give_up_s:
+            break
     return min(seconds[1:])
 
 
@@ -262,6 +285,28 @@ def _sum_of_squares(gradients: Sequence[jax.Array]) -> jax.Array:
 def _clip(gradient: jax.Array, norm: jax.Array, max_norm: jax.Array) -> jax.Array:
     """As `optax.clip_by_global_norm`: untouched below the limit, else (g / norm) * limit."""
     return jnp.where(norm < max_norm, gradient, (gradient / norm) * max_norm)
+
+
+def _join_numbers(high: jax.Array, low: jax.Array) -> jax.Array:
+    """`split_float.join` but for the payload of a NaN, which stays a NaN.
+
+    Arithmetic on a NaN keeps nothing that matters, and without the distinction XLA vectorises.
+    """
+    upper = jax.lax.bitcast_convert_type(high, jnp.uint16).astype(jnp.uint32) << 16
+    bits = upper.astype(jnp.int32) + low.astype(jnp.int32)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _split_result(master: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`split_float.split` of what arithmetic made, so without a NaN whose upper half is infinity.
+
+    Hardware quiets the NaN that it makes or passes on, and `_join_numbers` makes no other.
+    """
+    bits = jax.lax.bitcast_convert_type(master, jnp.int32)
+    # Rounding up would carry a NaN with all upper bits set (as CUDA makes) into the sign.
+    carried = jnp.where(jnp.isnan(master), bits & jnp.int32(-0x10000), bits)
+    high = ((carried + jnp.int32(0x8000)) >> 16).astype(jnp.uint16)
+    return jax.lax.bitcast_convert_type(high, jnp.bfloat16), bits.astype(jnp.int16)
 
 
 def _select(groups: jax.Array, candidates: list[jax.Array]) -> jax.Array:
