@@ -7,6 +7,11 @@ import numpy as np
 from models.streamed import Batch, Stage, StreamedModel
 
 
+def quick_jit(function):
+    """`jax.jit` without the CPU backend's optimiser: tests compile longer than they run."""
+    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
+
+
 def attention(q, k, v, segment_ids=None, window=None):
     """Causal attention with the full score matrix; padding queries give 0."""
     num_tokens, groups = q.shape[1], q.shape[2] // k.shape[2]

@@ -20,7 +20,7 @@ def value_and_gradients(function, q, k, v, d_out):
         out, pull_back = jax.vjp(function, q, k, v)
         return out, *pull_back(d_out)
 
-    return jax.jit(run)(q, k, v)
+    return plain_model.quick_jit(run)(q, k, v)
 
 
 def packed_segments(num_tokens):
@@ -84,7 +84,7 @@ def test_padding_gives_exact_zeros_and_no_nan():
 def test_what_another_document_says_does_not_change_a_bit():
     q, k, v, _ = draw(24, rows=1)
     segments = jnp.asarray([[1] * 10 + [2] * 14], jnp.int32)
-    run = jax.jit(lambda k, v: chunked_attention(q, k, v, segments, block=8))
+    run = plain_model.quick_jit(lambda k, v: chunked_attention(q, k, v, segments, block=8))
     before = run(k, v)[:, 10:]
     after = run(k.at[:, :10].set(7.0), v.at[:, :10].set(-3.0))[:, 10:]
     np.testing.assert_array_equal(before, after)

@@ -20,7 +20,9 @@ def random_ids(*shape, seed=0):
 
 
 def compiled_loss(model):
-    return jax.jit(jax.value_and_grad(lambda trees, batch: plain_model.loss(model, trees, batch)))
+    return plain_model.quick_jit(
+        jax.value_and_grad(lambda trees, batch: plain_model.loss(model, trees, batch))
+    )
 
 
 def assert_trees_close(got, expected, tolerance):
@@ -126,7 +128,7 @@ def test_runs_per_device_inside_shard_map(check_vma):
             gradient = jax.lax.psum(gradient, "data")
         return jax.lax.psum(loss, "data"), gradient
 
-    sharded = jax.jit(
+    sharded = plain_model.quick_jit(
         jax.shard_map(
             per_device,
             mesh=mesh,

@@ -133,9 +133,9 @@ def our_logits_and_gradients(folder, ids):
         return loss, model.head_logits_fn(trees["head"], embed, x)
 
     trees = plain_model.model_arrays(model, values)
-    (loss, logits), gradients = jax.jit(jax.value_and_grad(loss_and_logits, has_aux=True))(
-        trees, plain_model.rows_batch(ids)
-    )
+    (loss, logits), gradients = plain_model.quick_jit(
+        jax.value_and_grad(loss_and_logits, has_aux=True)
+    )(trees, plain_model.rows_batch(ids))
     return np.asarray(logits), float(loss), plain_model.flat_names(model, gradients)
 
 

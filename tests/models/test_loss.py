@@ -21,7 +21,7 @@ def draw(num_tokens, *, scale=1.0, seed=0):
 
 def compare(x, weight, targets, *, tolerance):
     targets = jnp.asarray(targets)
-    ours = jax.jit(
+    ours = plain_model.quick_jit(
         jax.value_and_grad(
             lambda x, weight: 0.7 * cross_entropy_sum(x, weight, targets, chunk_tokens=CHUNK),
             argnums=(0, 1),
@@ -79,8 +79,10 @@ def test_ignored_tokens_contribute_exactly_nothing():
 def test_loss_alone_equals_the_differentiated_loss():
     x, weight, targets = draw(19)
     targets = jnp.asarray(targets)
-    alone = jax.jit(lambda: cross_entropy_sum(x, weight, targets, chunk_tokens=CHUNK))()
-    with_gradient, _ = jax.jit(
+    alone = plain_model.quick_jit(
+        lambda: cross_entropy_sum(x, weight, targets, chunk_tokens=CHUNK)
+    )()
+    with_gradient, _ = plain_model.quick_jit(
         lambda: jax.value_and_grad(cross_entropy_sum)(x, weight, targets, chunk_tokens=CHUNK)
     )()
     np.testing.assert_allclose(alone, with_gradient, rtol=1e-6)
