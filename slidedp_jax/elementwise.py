@@ -49,7 +49,15 @@ class ElementwiseOptimizer:
     ):
         self._transformation = optax.with_extra_args_support(transformation)
         params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
-        programs = leaf_programs(transformation, params)
+        programs, shared = leaf_programs(transformation, params)
+        if shared.reads:
+            raise UserError(
+                "the optimizer keeps state that depends on all parameters or gradients (such as "
+                f"{min(shared.reads)}), as estimated learning rates (D-Adaptation, Prodigy), "
+                "apply_if_finite and MultiSteps do. Use an element-wise transformation such as "
+                "adamw, lion or sgd; on_nonfinite='skip' and more microbatches per step replace "
+                "the latter two"
+            )
         for name, program in programs.items():
             if program.reads:
                 raise UserError(
@@ -130,7 +138,7 @@ class ElementwiseOptimizer:
         """
         few = {name: params[name] for name in self.representatives}
         try:
-            programs = leaf_programs(self._transformation, few)
+            programs, _ = leaf_programs(self._transformation, few)
         except (ValueError, KeyError, TypeError):
             return params
         same = all(programs[name].text == texts[self.groups[name]] for name in few)

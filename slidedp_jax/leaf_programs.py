@@ -59,8 +59,11 @@ def owner_of(path: Sequence[Any], names: Iterable[str]) -> str | None:
 
 def leaf_programs(
     transformation: optax.GradientTransformation, params: Mapping[str, jax.ShapeDtypeStruct]
-) -> dict[str, LeafProgram]:
-    """The program of every parameter of a flat dict, traced on its true shape."""
+) -> tuple[dict[str, LeafProgram], LeafProgram]:
+    """The program of every parameter of a flat dict, traced on its true shape.
+
+    Also that of the state which no parameter owns, which reads whatever parameters it depends on.
+    """
     transformation = optax.with_extra_args_support(transformation)
     params = dict(params)
     state = jax.eval_shape(transformation.init, params)
@@ -74,14 +77,13 @@ def leaf_programs(
     inputs += _roles("state", state, params)
     outputs = _interpret(closed.jaxpr, closed.consts, inputs)
     owners = [owner_of(path, params) for path, _ in _flat(out_shape)]
-    return {
-        name: _canonical(
-            [node for node, owner in zip(outputs, owners, strict=True) if owner == name],
-            name,
-            tuple(leaf.shape),
-        )
-        for name, leaf in params.items()
-    }
+
+    def program(name: str | None, shape: tuple[int, ...]) -> LeafProgram:
+        own = [node for node, owner in zip(outputs, owners, strict=True) if owner == name]
+        return _canonical(own, name, shape)
+
+    programs = {name: program(name, tuple(leaf.shape)) for name, leaf in params.items()}
+    return programs, program(None, ())
 
 
 def _flat(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
@@ -125,7 +127,7 @@ def _interpret(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[_Node]) -> li
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _canonical(outputs: Sequence[_Node], name: str, shape: tuple[int, ...]) -> LeafProgram:
+def _canonical(outputs: Sequence[_Node], name: str | None, shape: tuple[int, ...]) -> LeafProgram:
     """Number the nodes below `outputs` in order of first use and write them down."""
     numbers: dict[_Node, int] = {}
     lines: list[str] = []
