@@ -39,8 +39,9 @@ def on_host_devices(parts: Sequence[np.ndarray], sharding: NamedSharding, size: 
 
     (Without a copy if the pieces begin on 64-byte boundaries, as blocks of real models do.)
     """
-    pieces = [
-        jax.device_put(part, SingleDeviceSharding(device, memory_kind="pinned_host"))
-        for part, device in zip(parts, sharding.mesh.devices.flat, strict=True)
+    targets = [
+        SingleDeviceSharding(device, memory_kind="pinned_host")
+        for device in sharding.mesh.devices.flat
     ]
+    pieces = jax.device_put(list(parts), targets)
     return jax.make_array_from_single_device_arrays((size,), sharding, pieces)

@@ -64,6 +64,7 @@ class UpdateKernels:
         self._block_size = block_size
         self._replicated = NamedSharding(sharding.mesh, _REPLICATED, memory_kind="pinned_host")
         self._block_groups: dict[str, jax.Array] = {}
+        self._limits: tuple[Any, list[jax.Array]] = (None, [])
         num_state = len(optimizer.state_dtypes)
         self._update = self._compile(self._update_piece, num_arrays=2 + num_state)
         self._init = self._compile(self._init_piece, num_arrays=2 + num_state)
@@ -97,6 +98,13 @@ class UpdateKernels:
         """Scalars on every host device, in the kernel's memory kind."""
         return [jax.device_put(np.asarray(leaf), self._replicated) for leaf in shared]
 
+    def _place_limits(self, norm: float, max_norm: float) -> list[jax.Array]:
+        """Norm and its limit on every host device; placed once for all chunks of a step."""
+        if self._limits[0] != (norm, max_norm):
+            placed = self.place_shared([np.float32(norm), np.float32(max_norm)])
+            self._limits = ((norm, max_norm), placed)
+        return self._limits[1]
+
     def advance(self, shared: Sequence[Any]) -> list[np.ndarray]:
         """Shared optimizer state after one step, as NumPy scalars."""
         device = self._sharding.mesh.devices.flat[0]
@@ -126,7 +134,7 @@ class UpdateKernels:
           norm: global norm of the gradients, 0 when there is no limit.
           max_norm: limit of the norm, infinity for none.
         """
-        scalars = (tuple(shared), *self.place_shared([np.float32(norm), np.float32(max_norm)]))
+        scalars = (tuple(shared), *self._place_limits(norm, max_norm))
         groups = self._groups(layout)
         return jax.block_until_ready(self._update(tuple(arrays), tuple(gradients), scalars, groups))
 
