@@ -11,6 +11,8 @@ Among streamed runs equality is bitwise wherever the same sums are taken in the 
 test says where that holds and why.
 """
 
+from typing import get_args
+
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -24,6 +26,8 @@ from streamed_training import (
     strategy,
     train,
 )
+
+from slidedp_jax.update_kernel import KernelForm
 
 NUM_ROWS, NUM_TOKENS, NUM_STEPS = 32, 12, 5
 LEARNING_RATE, EPS = 1e-3, 1e-5
@@ -256,9 +260,10 @@ def test_gradient_routes_agree_to_rounding_under_adamw(tied, deferred):
     assert_close(run, deferred)
 
 
-def test_kernel_forms_agree_to_rounding(tied, deferred):
-    """The two forms are compiled apart, so XLA may contract other products into additions."""
-    assert_close(run_small(tied=tied, form="blocked"), deferred)
+@pytest.mark.parametrize("form", sorted({*get_args(KernelForm)} - {"whole"}))
+def test_kernel_forms_agree_to_rounding(tied, deferred, form):
+    """The forms are compiled apart, so XLA may contract other products into additions."""
+    assert_close(run_small(tied=tied, form=form), deferred)
 
 
 def test_two_runs_of_the_same_seed_are_one():
