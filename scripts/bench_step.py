@@ -15,9 +15,11 @@ import datetime
 import json
 import pathlib
 import platform
+import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
@@ -61,7 +63,16 @@ def main() -> None:
     )
     results: list[dict[str, Any]] = []
     for policy in args.policies or ["none"]:
-        results.extend(run_policy(args, setup, policy))
+        for result in run_policy(args, setup, policy):
+            results.append(result)
+            save(args.out, results)
+    print(table(results))
+
+
+def save(out: pathlib.Path | None, results: list[dict[str, Any]]) -> None:
+    """Write what has been measured so far, so that a run that is cut short leaves its part."""
+    if out is None:
+        return
     record = {
         "command": " ".join(["python", *sys.argv]),
         "commit": commit(),
@@ -69,14 +80,12 @@ def main() -> None:
         "machine": machine(),
         "results": results,
     }
-    print(table(results))
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.with_suffix(".json").write_text(json.dumps(record, indent=1))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".json").write_text(json.dumps(record, indent=1))
 
 
-def run_policy(args: argparse.Namespace, setup: Any, policy: str) -> list[dict[str, Any]]:
-    """All token counts with one update policy; the state is made once."""
+def run_policy(args: argparse.Namespace, setup: Any, policy: str) -> Iterator[dict[str, Any]]:
+    """All token counts with one update policy, one after the other; the state is made once."""
     import dataclasses
 
     import optax
@@ -121,15 +130,13 @@ def run_policy(args: argparse.Namespace, setup: Any, policy: str) -> list[dict[s
     )
     ready_s = time.perf_counter() - start
     print(f"state ready in {ready_s:.1f} s, kernel {trainer.kernel_form}", flush=True)
-    results = []
     for tokens in args.tokens:
         result = measure(args, config, trainer, tracer, policy, tokens)
         result["state_ready_s"] = ready_s
         result["kernel_form"] = trainer.kernel_form
-        results.append(result)
         print(table([result]), flush=True)
+        yield result
     trainer.close()
-    return results
 
 
 def timed_tracer() -> Any:
@@ -275,11 +282,6 @@ def full_steps(args: argparse.Namespace, trainer: Any, tracer: Any, batch: Any) 
     }
 
 
-def median(values: list[float]) -> float:
-    ordered = sorted(values)
-    return ordered[len(ordered) // 2]
-
-
 def table(results: list[dict[str, Any]]) -> str:
     header = (
         "| model | tokens | policy | resident s | streamed s | streamed/resident | full s | "
@@ -287,9 +289,9 @@ def table(results: list[dict[str, Any]]) -> str:
     )
     lines = [header, "|" + "---|" * 13]
     for r in results:
-        resident = median(r["resident_s"]) if r.get("resident_s") else float("nan")
-        streamed = median(r["streamed_s"])
-        full = median(r["full_s"]) if r.get("full_s") else float("nan")
+        resident = statistics.median(r["resident_s"]) if r.get("resident_s") else float("nan")
+        streamed = statistics.median(r["streamed_s"])
+        full = statistics.median(r["full_s"]) if r.get("full_s") else float("nan")
         lines.append(
             f"| {r['model']} | {r['tokens']} | {r['policy']} | {resident:.3f} | {streamed:.3f} | "
             f"{resident / streamed:.3f} | {full:.3f} | {resident / full:.3f} | "
