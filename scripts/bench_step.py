@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import pathlib
 import platform
@@ -244,13 +245,13 @@ class ComputePasses:
         seconds, dispatch = [], []
         for _ in range(repeats + 1):
             arriving: list[Any] = []
+
+            def send(chunk: int, wire: Any, arriving: list[Any] = arriving) -> None:
+                arriving.append(trainer.send(chunk, wire))
+
             trainer.weights.require(trainer.step_count)
             start = time.perf_counter()
-            trainer.forward_backward(
-                trainer.weights,
-                self._prepared,
-                lambda chunk, wire: arriving.append(trainer.send(chunk, wire)),
-            )
+            trainer.forward_backward(trainer.weights, self._prepared, send)
             dispatch.append(time.perf_counter() - start)
             for gradient in arriving:
                 gradient.wait()
@@ -270,7 +271,7 @@ def full_steps(args: argparse.Namespace, trainer: Any, tracer: Any, batch: Any) 
         rss.append(rss_gib())
     trainer.wait()
     ends.append(time.perf_counter())
-    seconds = [after - before for before, after in zip(ends[:-2], ends[1:-1], strict=True)]
+    seconds = [after - before for before, after in itertools.pairwise(ends[:-1])]
     return {
         "full_s": seconds[1:],
         "drain_s": ends[-1] - ends[-2],

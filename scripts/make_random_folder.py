@@ -1,4 +1,4 @@
-"""Make a Hugging Face folder of a named shape with random weights and the demo's tokenizer and rows.
+"""Make a Hugging Face folder of a named shape: random weights, the demo's tokenizer and rows.
 
     python scripts/make_random_folder.py qwen3-4b OUT
 

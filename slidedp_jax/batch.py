@@ -98,8 +98,9 @@ def document_offsets(
     """Segments as offsets: starts int32 [R, M + 1] and lengths int32 [R, M].
 
     M is the largest number of documents in a row, at least `documents_per_row`, rounded up to a
-    power of two so that few shapes occur. Documents that are not there have length 0 and start at the end of the last one, as does
-    the closing entry of `starts`. Padding before, between or after documents belongs to none.
+    power of two so that few shapes occur. Documents that are not there have length 0 and start at
+    the end of the last one, as does the closing entry of `starts`. Padding before, between or after
+    documents belongs to none.
     """
     num_rows, length = segment_ids.shape
     previous = np.pad(segment_ids[:, :-1], ((0, 0), (1, 0)))

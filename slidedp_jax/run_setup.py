@@ -1,4 +1,4 @@
-"""Everything that is checked before anything expensive: model folder, data, steps, devices, plan."""
+"""What is checked before anything expensive: model folder, data, steps, devices, plan."""
 
 from __future__ import annotations
 
@@ -164,7 +164,8 @@ def epochs_note(inputs: RunInputs, args: TrainArguments) -> str:
     steps = inputs.source.steps_per_epoch
     epochs = inputs.num_steps / steps
     repeated = " (the data repeats, reshuffled)" if math.ceil(epochs) > 1 and args.max_steps else ""
-    return f"{inputs.num_steps} steps of {inputs.source.rows_per_step} rows, {epochs:.2f} epochs{repeated}"
+    rows = inputs.source.rows_per_step
+    return f"{inputs.num_steps} steps of {rows} rows, {epochs:.2f} epochs{repeated}"
 
 
 def _all_json(files: list[str]) -> bool:

@@ -1,4 +1,4 @@
-"""The main job: `python -m slidedp_jax.train --model_name_or_path DIR --train_file F --output_dir OUT`.
+"""The main job: `python -m slidedp_jax.train --model_name_or_path DIR --train_file F ...`.
 
 Trains every parameter of a Hugging Face model folder on jsonl or text files, resumes by the same
 command, and writes a Hugging Face folder at the end.
@@ -78,7 +78,7 @@ def _configure(args: TrainArguments) -> Any:
 
 
 class _StopAtSignal:
-    """Turns the first SIGINT or SIGTERM into a request to save and stop; the second ends at once."""
+    """Turns the first SIGINT or SIGTERM into a request to save and stop; the second ends."""
 
     def __init__(self) -> None:
         self.requested = False
