@@ -9,6 +9,8 @@ Letters: B rows, T tokens, D hidden, F feed-forward, N query heads, K key-value 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -34,7 +36,19 @@ class Linear(nnx.Module):
         y = lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
         if self.bias is None:
             return y
-        return y + jnp.expand_dims(self.bias[...], tuple(range(y.ndim - 1)))
+        return _per_channel(jnp.add, y, self.bias[...])
+
+
+def _per_channel(
+    operation: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, channels: jax.Array
+) -> jax.Array:
+    """operation(x [..., D], channels [D]) rounded once to the dtype of `x`.
+
+    Taken in float32 only for its derivative: the gradient of `channels` is a sum over all tokens,
+    which JAX would otherwise add up in bfloat16.
+    """
+    channels = jnp.expand_dims(channels.astype(jnp.float32), tuple(range(x.ndim - 1)))
+    return operation(x.astype(jnp.float32), channels).astype(x.dtype)
 
 
 class Embedding(nnx.Module):
@@ -89,7 +103,7 @@ class RMSNorm(nnx.Module):
         wide = x.astype(jnp.float32)
         variance = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
         normalised = (wide * lax.rsqrt(variance + self.eps)).astype(x.dtype)
-        return normalised * jnp.expand_dims(self.weight[...], tuple(range(x.ndim - 1)))
+        return _per_channel(jnp.multiply, normalised, self.weight[...])
 
 
 class Attention(nnx.Module):

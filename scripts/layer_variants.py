@@ -64,7 +64,8 @@ def layer_fn(
         wide = x.astype(jnp.float32) if wide_norm else x
         variance = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
         normalised = (wide * lax.rsqrt(variance + config.rms_norm_eps)).astype(x.dtype)
-        return normalised * jnp.expand_dims(weight, tuple(range(x.ndim - 1)))
+        weight = jnp.expand_dims(weight.astype(wide.dtype), tuple(range(x.ndim - 1)))
+        return (normalised.astype(wide.dtype) * weight).astype(x.dtype)
 
     def body(params: Any, x: jax.Array, batch: Batch) -> jax.Array:
         attn, mlp = params["self_attn"], params["mlp"]
