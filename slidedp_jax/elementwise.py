@@ -9,6 +9,7 @@ scales, which must agree.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -152,7 +153,7 @@ class ElementwiseOptimizer:
         params = {other: jnp.zeros(leaf.shape) for other, leaf in self._params.items()}
         rank = len(self._params[name].shape)
         if shape is None:
-            lanes = min(LANES, values.size)
+            lanes = math.gcd(LANES, values.size)
             shape = (1,) * (rank - 2) + (-1, lanes) if rank >= 2 else values.shape
         params[name] = values.reshape(shape)
         return name, params
