@@ -228,7 +228,7 @@ def choose_form(
 ) -> KernelForm:
     """Time all forms on a small state on this machine and return the fastest one."""
     num_devices = sharding.mesh.size
-    # Few blocks where they are small: a form that copies its arrays for each block would take minutes.
+    # Few blocks where they are small: a form that copies its arrays per block would take minutes.
     blocks = min(64, max(1, elements_per_device // block_size)) * num_devices
     layout = ChunkLayout(
         name="timing",

@@ -1,8 +1,7 @@
-"""What holds for the repository as a whole: the direction of imports, ruff and mypy."""
+"""What holds for the repository as a whole: ruff, mypy and what the README shows."""
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import subprocess
 import sys
@@ -13,50 +12,11 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("models", "planner", "slidedp_jax")
 
-MAY_IMPORT = {
-    "models": {"models"},
-    "planner": {"models", "planner"},
-    "slidedp_jax": {"models", "planner", "slidedp_jax"},
-}
-"""models <- planner <- slidedp_jax."""
-
-MODELS_WITHOUT_JAX = ("config.py", "hf_config.py", "hf_export.py", "hf_hub.py", "hf_load.py")
-"""Of `planner`, all but `measure.py` stand without JAX."""
-
-
-def imported_packages(path: Path) -> set[str]:
-    """Top-level packages that a file imports anywhere, inside functions too."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: a relative import hides its direction"
-            found.add((node.module or "").split(".")[0])
-    return found
-
 
 def sources(package: str) -> list[Path]:
     found = sorted((ROOT / package).rglob("*.py"))
     assert found, f"no sources in {ROOT / package}"
     return found
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_dependence_has_one_direction(package):
-    wrong = {
-        str(path.relative_to(ROOT)): sorted(extra)
-        for path in sources(package)
-        if (extra := imported_packages(path) & set(PACKAGES) - MAY_IMPORT[package])
-    }
-    assert not wrong
-
-
-def test_planning_and_files_stand_without_jax():
-    plain = [path for path in sources("planner") if path.name != "measure.py"]
-    plain += [ROOT / "models" / name for name in MODELS_WITHOUT_JAX]
-    wrong = [path.name for path in plain if imported_packages(path) & {"jax", "jaxlib", "flax"}]
-    assert not wrong
 
 
 def run_tool(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -74,3 +34,15 @@ def run_tool(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_checker_has_no_findings(command):
     result = run_tool(*command)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_readme_shows_the_example_that_runs():
+    example = (ROOT / "scripts" / "script_api_example.py").read_text(encoding="utf-8")
+    body = example.split('"""\n\n', 1)[1]
+    assert f"```python\n{body}```\n" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_readme_names_every_module():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    names = {path.name for package in PACKAGES for path in sources(package)} - {"__init__.py"}
+    assert not [name for name in sorted(names) if f"`{name}`" not in readme]
