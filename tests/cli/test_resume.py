@@ -1,0 +1,198 @@
+"""Stopping, killing and resuming the command against one run that was left alone."""
+
+import json
+import shutil
+import signal
+
+import numpy as np
+import pytest
+from runs import checkpoints, differing, losses, metrics, state, stop, tree_of, wait_for
+
+from slidedp_jax.train import main
+
+
+def cut_back(straight, out, step):
+    """A copy of the straight run as if it had died after a checkpoint, with later metrics."""
+    shutil.copytree(straight, out)
+    shutil.rmtree(out / "export")
+    for later in checkpoints(out):
+        if later > step:
+            shutil.rmtree(out / "checkpoints" / f"step_{later:08d}")
+    return out
+
+
+def assert_same(straight, out, step=12):
+    assert losses(out)[:step] == losses(straight)[:step]
+    assert differing(state(out, step), state(straight, step)) == []
+
+
+def test_a_run_moves_every_parameter_and_its_loss_falls(straight):
+    assert checkpoints(straight) == [2, 4, 6, 8, 10, 12]
+    record = losses(straight)
+    assert record[-1] < 0.8 * record[0]
+    before, after = state(straight, 2), state(straight, 12)
+    assert differing(before, after) == sorted(before)
+
+
+def test_more_steps_of_the_same_command_continue_bitwise(inputs, straight, tmp_path, capsys):
+    out = tmp_path / "run"
+    inputs.train(out, max_steps=5)
+    assert checkpoints(out) == [5]
+    inputs.train(out)
+    assert "at step 5" in capsys.readouterr().out
+    assert checkpoints(out) == [5, 12]
+    assert_same(straight, out)
+    assert [m["row_ids"] for m in metrics(out)] == [m["row_ids"] for m in metrics(straight)]
+    assert [m["num_tokens"] for m in metrics(out)] == [m["num_tokens"] for m in metrics(straight)]
+
+
+def test_kill_after_a_checkpoint_loses_nothing(inputs, straight, tmp_path):
+    out = cut_back(straight, tmp_path / "run", 2)
+    settings = {"save_steps": 2, "save_total_limit": 6}
+    process = inputs.start(out, **settings)
+    wait_for(out / "checkpoints" / "step_00000004", process)
+    code, _, _ = stop(process, signal.SIGKILL)
+    assert code == -signal.SIGKILL
+    inputs.train(out, **settings)
+    assert_same(straight, out)
+    # A killed save leaves a hidden folder, which the next save removes.
+    assert not list((out / "checkpoints").glob(".*"))
+
+
+def test_sigterm_saves_and_the_same_command_goes_on(inputs, straight, tmp_path):
+    out = cut_back(straight, tmp_path / "run", 2)
+    process = inputs.start(out, max_steps=5000, save_steps=5000)
+    # The resumed run drops the metrics after step 2 first, so a fifth line is its own.
+    wait_for_steps = out / "checkpoints"
+    first = process.stdout.readline()
+    while not first.startswith("step 4/"):
+        assert first, process.communicate()[1]
+        first = process.stdout.readline()
+    code, _, stderr = stop(process, signal.SIGTERM)
+    assert code == 130 and "Traceback" not in stderr
+    last = checkpoints(out)[-1]
+    assert last > 2 and wait_for_steps.is_dir() and len(losses(out)) == last
+    inputs.train(out, max_steps=last + 2)
+    assert len(losses(out)) == last + 2
+    same = min(12, last + 2)
+    assert losses(out)[:same] == losses(straight)[:same]
+
+
+@pytest.mark.parametrize(("num_devices", "layers_per_chunk"), [(1, 3), (3, 2)])
+def test_other_devices_and_chunks_continue(
+    inputs, straight, tmp_path, num_devices, layers_per_chunk
+):
+    out = cut_back(straight, tmp_path / "run", 6)
+    done = inputs.run(
+        out,
+        num_devices=num_devices,
+        num_host_devices=num_devices,
+        per_device_train_batch_size=24 // num_devices,
+        layers_per_chunk=layers_per_chunk,
+        rows_per_microbatch=4,
+        save_total_limit=6,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "at step 6" in done.stdout
+    np.testing.assert_allclose(losses(out), losses(straight), rtol=1e-6)
+    assert [m["row_ids"] for m in metrics(out)] == [m["row_ids"] for m in metrics(straight)]
+    # The restored state itself was bitwise: nothing is trained, everything is written again.
+    end, expected = state(out, 12), state(straight, 12)
+    for name, value in end.items():
+        scale = np.abs(expected[name]).max()
+        np.testing.assert_allclose(value, expected[name], rtol=0, atol=1e-3 * scale, err_msg=name)
+
+
+def test_state_restored_into_other_chunks_is_bitwise(straight, tmp_path):
+    import optax
+
+    from models.decoder import build
+    from models.hf_config import read_config
+    from planner.strategy import Strategy
+    from slidedp_jax import Trainer
+    from slidedp_jax.checkpoint import restore, save
+
+    model = json.loads((straight / "run.json").read_text())["arguments"]["model_name_or_path"]
+    import pathlib
+
+    saved = straight / "checkpoints" / "step_00000006"
+    for num_devices, layers_per_chunk in ((1, 3), (2, 2)):
+        strategy = Strategy(
+            layers_per_chunk=layers_per_chunk,
+            rows_per_microbatch=4,
+            num_microbatches=1,
+            compute_dtype="float32",
+            num_host_devices=num_devices,
+            block_size=512,
+            weight_slots=16,
+        )
+        with Trainer(
+            build(read_config(pathlib.Path(model))),
+            optax.adamw(1e-2),
+            strategy=strategy,
+            num_devices=num_devices,
+            kernel_form="whole",
+        ) as trainer:
+            assert restore(trainer, saved).step == 6
+            again = tmp_path / str(num_devices)
+            save(trainer, again / "checkpoints", {})
+        assert differing(state(again, 6), state(straight, 6)) == []
+
+
+def test_incomplete_checkpoints_are_skipped_and_the_last_n_stay(inputs, straight, tmp_path, capsys):
+    out = cut_back(straight, tmp_path / "run", 4)
+    folder = out / "checkpoints"
+    shutil.copytree(folder / "step_00000004", folder / "step_00000010")
+    (folder / "step_00000010" / "trainer.json").unlink()
+    shutil.copytree(folder / "step_00000004", folder / ".step_00000011.partial")
+    inputs.train(out, save_steps=3, save_total_limit=2)
+    assert "at step 4" in capsys.readouterr().out
+    assert_same(straight, out)
+    assert {9, 12} <= set(checkpoints(out)) <= {9, 10, 12}
+    assert not (folder / ".step_00000011.partial").exists()
+
+
+@pytest.mark.parametrize("max_steps", [8, 10])
+def test_the_final_step_is_saved_once_and_a_rerun_changes_nothing(
+    inputs, straight, tmp_path, capsys, max_steps
+):
+    out = cut_back(straight, tmp_path / "run", 6)
+    settings = {"save_steps": 4, "max_steps": max_steps, "save_total_limit": 1}
+    inputs.train(out, **settings)
+    assert checkpoints(out) == [max_steps]
+    before = tree_of(out)
+    capsys.readouterr()
+    inputs.train(out, **settings)
+    assert "already complete" in capsys.readouterr().out
+    after = tree_of(out)
+    assert before.keys() == after.keys()
+    assert [name for name in before if before[name] != after[name] and name != "run.json"] == []
+
+
+def test_other_settings_are_refused_by_name_and_overwriting_starts_over(
+    inputs, straight, tmp_path, capsys
+):
+    out = cut_back(straight, tmp_path / "run", 2)
+    other = shutil.copytree(inputs.model, tmp_path / "other")
+    before = tree_of(out)
+    words = inputs.command(out, learning_rate=2e-2, model_name_or_path=other, weight_decay=0.1)
+    assert main(words) == 1
+    error = capsys.readouterr().err
+    for key in ("learning_rate was 0.01, now 0.02", "model_name_or_path", "weight_decay"):
+        assert key in error
+    assert "--overwrite_output_dir" in error and "seed" not in error
+    assert tree_of(out) == before
+    capsys.readouterr()
+    inputs.train(out, learning_rate=2e-2, max_steps=3, overwrite_output_dir=True)
+    assert checkpoints(out) == [3] and len(losses(out)) == 3
+    assert losses(out)[0] == losses(straight)[0] and losses(out)[1:] != losses(straight)[1:3]
+
+
+def test_a_folder_with_other_files_is_left_alone(inputs, tmp_path, capsys):
+    out = tmp_path / "thesis"
+    out.mkdir()
+    (out / "chapter.txt").write_text("years of work")
+    for overwrite in (False, True):
+        assert main(inputs.command(out, overwrite_output_dir=overwrite)) == 1
+        assert str(out) in capsys.readouterr().err
+        assert [path.name for path in out.iterdir()] == ["chapter.txt"]
