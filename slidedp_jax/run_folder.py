@@ -124,7 +124,7 @@ def _check_same_settings(args: TrainArguments, record: dict[str, Any], root: pat
     if differing:
         raise UserError(
             f"output_dir {root} holds a run with other settings: {'; '.join(differing)}. Use the "
-            "same settings to resume it, another output_dir, or --overwrite_output_dir to start anew"
+            "same settings to resume it, another output_dir, or --overwrite_output_dir"
         )
 
 
