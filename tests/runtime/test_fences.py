@@ -30,7 +30,7 @@ from models import decoder
 from slidedp_jax import Trainer, TrainingStopped
 from slidedp_jax.fences import Fences
 from slidedp_jax.routes import ArrivingGradient
-from slidedp_jax.trace import Tracer
+from slidedp_jax.trace import RecordingTracer, Tracer
 from slidedp_jax.update_kernel import UpdateKernels
 
 
@@ -139,6 +139,17 @@ def test_a_fence_that_does_not_wait_is_noticed(undisturbed, name, broken, monkey
     monkeypatch.setattr(Fences, *broken)
     late = run(tracer=SlowUpdates(), after_steps=monkeypatch.undo, **RUNS[name])
     assert differing(late, undisturbed(name))
+
+
+def test_deferred_updates_run_in_the_order_of_the_next_forward(monkeypatch):
+    monkeypatch.setattr(ArrivingGradient, "has_arrived", lambda self: True)
+    tracer = RecordingTracer()
+    with start(tracer=tracer) as it:
+        it.step(batches()[0])
+        it.wait()
+        names = [layout.name for layout in it.store.layouts]
+    updates = [span.name for span in tracer.spans if span.name.startswith("update")]
+    assert updates == [f"update {name}" for name in names]
 
 
 def test_an_update_waits_for_copies_and_a_fetch_for_commits():
