@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import math
 import pathlib
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -22,7 +23,6 @@ from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-import bench_step
 import layer_variants
 from device_timing import Bench, format_row
 
@@ -54,6 +54,7 @@ def main() -> None:
     for name in args.sections:
         print(f"== {name} ({bench.elapsed_s():.0f} s)", flush=True)
         bench.attempt(name, globals()[f"section_{name}"])
+        bench.save()
     bench.finish()
 
 
@@ -294,7 +295,6 @@ def section_options(bench: Bench) -> None:
     for options in (
         {"xla_gpu_enable_triton_gemm": False},
         {"xla_gpu_enable_cublaslt": False},
-        {"xla_gpu_exhaustive_tiling_search": True},
         {"xla_gpu_enable_command_buffer": ""},
     ):
         bench.attempt(str(options), one, options)
@@ -330,6 +330,7 @@ def section_head(bench: Bench) -> None:
     ]
     bench.note("the head's three products alone, ms", sum(products) * tokens / part)
     del d_logits
+    bench.attempt("log-sum-exp", _time_log_sum_exp, table.shape[0])
     bench.attempt("pack", _time_packing)
     if bench.model.tied:
         sums = bench.put(np.zeros((1, *table.shape), np.float32))
@@ -344,6 +345,22 @@ def section_head(bench: Bench) -> None:
 
 def _timed(bench: Bench, name: str, program: Any, arguments: Any, flops: float, dump: bool) -> None:
     bench.time(name, program, arguments, flops=flops, dump=dump)
+
+
+def _time_log_sum_exp(bench: Bench, vocab: int) -> None:
+    """The loss's reduction over one chunk of logits, in two readings of memory and in one."""
+    import jax
+    import jax.numpy as jnp
+
+    logits = bench.normal((min(4096, bench.args.tokens), vocab), dtype=jnp.float32)
+    programs = [
+        jax.jit(lambda x: jax.nn.logsumexp(x, axis=-1)),
+        jax.jit(layer_variants.one_pass_log_sum_exp),
+    ]
+    for name, program in zip(("two readings", "one reading"), programs, strict=True):
+        bench.time(f"log-sum-exp of 4096 tokens, {name}", program, (logits,))
+    two, one = (program(logits) for program in programs)
+    bench.note("log-sum-exp, largest difference", float(jnp.abs(two - one).max()))
 
 
 def vocabulary_matrix(params: Any, vocab_size: int) -> Any:
@@ -411,7 +428,7 @@ def section_plain_step(bench: Bench) -> None:
 
     ours()
     samples = [ours() for _ in range(4)]
-    ours_ms = bench_step.median(samples)
+    ours_ms = statistics.median(samples)
     row = {"name": f"our pipeline, {depth} layers + head, resident", "ms": ours_ms}
     bench.rows.append(row | {"samples_ms": samples, "tflops": flops / ours_ms / 1e9})
     print(format_row(bench.rows[-1]), flush=True)

@@ -6,7 +6,10 @@ import argparse
 import datetime
 import json
 import math
+import os
+import platform
 import re
+import statistics
 import subprocess
 import sys
 import threading
@@ -15,7 +18,6 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-import bench_step
 import hlo_kernels
 
 
@@ -48,7 +50,7 @@ class Clocks:
         inside = [values for at, values in self._samples if start + 0.05 <= at <= end]
         if not inside:
             return {}
-        columns = [bench_step.median(list(column)) for column in zip(*inside, strict=True)]
+        columns = [statistics.median(list(column)) for column in zip(*inside, strict=True)]
         return dict(zip(("sm_mhz", "watt", "celsius"), columns, strict=True))
 
     def close(self) -> None:
@@ -226,7 +228,7 @@ class Bench:
         count = max(2, min(60, math.ceil(self.args.burst_s / 4 / max(call(1), 1e-5))))
         begin = time.perf_counter()
         samples = [call(count) * 1e3 for _ in range(4)]
-        row = {"name": name, "ms": bench_step.median(samples), "samples_ms": samples}
+        row = {"name": name, "ms": statistics.median(samples), "samples_ms": samples}
         row |= self.clocks.between(begin, time.perf_counter())
         row |= {"tflops": flops / row["ms"] / 1e9, "compile_s": compile_s, "at_s": self.elapsed_s()}
         self.rows.append(row)
@@ -251,17 +253,21 @@ class Bench:
         print(f"-- {name}: {value}", flush=True)
 
     def finish(self) -> None:
-        """Print the table and write what was asked for."""
+        """Print the table and write everything."""
         self.clocks.close()
         print(table(self.rows))
         print(json.dumps(self.facts, indent=1))
+        self.save()
+
+    def save(self) -> None:
+        """Write what is known so far."""
         if not self.args.out:
             return
         record = {
             "command": " ".join(["python", *sys.argv]),
-            "commit": bench_step.commit(),
+            "commit": commit(),
             "date": datetime.date.today().isoformat(),
-            "machine": bench_step.machine(),
+            "machine": machine(self.device),
             "facts": self.facts,
             "rows": self.rows,
         }
@@ -269,6 +275,27 @@ class Bench:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.with_name(out.name + ".json").write_text(json.dumps(record, indent=1))
         out.with_name(out.name + "_hlo.txt").write_text("\n\n".join(self.hlo))
+
+
+def commit() -> str:
+    """The checkout's commit, or nothing outside a checkout."""
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    except OSError:
+        return ""
+
+
+def machine(device: Any) -> dict[str, Any]:
+    """What the numbers were measured on."""
+    import jax
+
+    return {
+        "device": device.device_kind,
+        "cores": len(os.sched_getaffinity(0)),
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+    }
 
 
 def format_row(row: dict[str, Any]) -> str:

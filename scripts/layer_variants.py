@@ -98,6 +98,20 @@ def layer_fn(
     return jax.checkpoint(body) if checkpoint else body
 
 
+def one_pass_log_sum_exp(logits: jax.Array) -> jax.Array:
+    """log(sum(exp(logits))) over the last axis, maximum and sum in one reading of memory."""
+
+    def join(left: tuple[jax.Array, jax.Array], right: tuple[jax.Array, jax.Array]) -> tuple:
+        (left_max, left_sum), (right_max, right_sum) = left, right
+        high = jnp.maximum(left_max, right_max)
+        return high, left_sum * jnp.exp(left_max - high) + right_sum * jnp.exp(right_max - high)
+
+    lowest = jnp.float32(jnp.finfo(jnp.float32).min)
+    start = (lowest, jnp.float32(0))
+    high, total = lax.reduce((logits, jnp.ones_like(logits)), start, join, (logits.ndim - 1,))
+    return high + jnp.log(total)
+
+
 def transposed(params: Any) -> Any:
     """The same parameters with matrices [in, out]."""
     return jax.tree.map(lambda leaf: leaf.T if leaf.ndim == 2 else leaf, params)
