@@ -305,7 +305,7 @@ class _Run:
         export(
             self._folder.export,
             self._inputs.folder,
-            trainer.store.shapes,
+            self._inputs.config.parameter_shapes(),
             trainer.store.read,
             dtype=self._args.export_dtype,
             chat_template=pathlib.Path(template).read_text() if template else None,
