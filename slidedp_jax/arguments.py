@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import pathlib
 import types
 import typing
@@ -18,6 +19,8 @@ from typing import Any, Literal
 
 import yaml
 
+from planner.strategy import GradientRoute, WeightRoute
+from slidedp_jax.data.example_settings import Keep, LossOn, OverLong
 from slidedp_jax.errors import UserError
 
 Scheduler = Literal["cosine", "linear", "constant", "constant_with_warmup"]
@@ -38,7 +41,9 @@ class TrainArguments:
     train_file: list[str] = _setting("data", "one or more .jsonl, .json, .txt or .parquet files")
     output_dir: str = _setting("output", "folder for checkpoints, metrics and the export")
 
-    attention: str = _setting("model", "auto, cudnn or chunked", "auto")
+    attention: Literal["auto", "cudnn", "chunked"] = _setting(
+        "model", "auto, cudnn or chunked", "auto"
+    )
     dtype: Literal["bfloat16", "float32"] = _setting(
         "model", "of forward and backward; master weights are always float32", "bfloat16"
     )
@@ -46,9 +51,11 @@ class TrainArguments:
     validation_file: list[str] = _setting("data", "files whose loss is measured", [])
     max_seq_length: int = _setting("data", "tokens of a row", 2048)
     packing: bool = _setting("data", "several documents per row, isolated from each other", False)
-    loss_on: str = _setting("data", "auto, assistant, completion or all", "auto")
-    over_long: str = _setting("data", "longer rows: truncate, drop, raise or split", "truncate")
-    truncation_keep: str = _setting("data", "side of a truncated row that stays", "start")
+    loss_on: LossOn = _setting("data", "auto, assistant, completion or all", "auto")
+    over_long: OverLong = _setting(
+        "data", "longer rows: truncate, drop, raise or split", "truncate"
+    )
+    truncation_keep: Keep = _setting("data", "side of a truncated row that stays", "start")
     append_eos: bool = _setting("data", "end completions and documents with eos", True)
     skip_bad_rows: bool = _setting("data", "count malformed rows instead of stopping", False)
     max_train_samples: int | None = _setting("data", "use the first so many rows", None)
@@ -83,8 +90,8 @@ class TrainArguments:
     host_memory_budget: float | None = _setting("devices", "GiB of host memory", None)
     layers_per_chunk: int | None = _setting("devices", "planned by default", None)
     rows_per_microbatch: int | None = _setting("devices", "planned by default", None)
-    weight_route: str | None = _setting("devices", "replicate or shard_all_gather", None)
-    gradient_route: str | None = _setting("devices", "reduce_scatter or host_sum", None)
+    weight_route: WeightRoute | None = _setting("devices", "replicate or shard_all_gather", None)
+    gradient_route: GradientRoute | None = _setting("devices", "reduce_scatter or host_sum", None)
     hardware: str | None = _setting("devices", "with dry_run: plan for this machine", None)
     dry_run: bool = _setting("devices", "check everything, print the plan, stop", False)
 
@@ -96,7 +103,9 @@ class TrainArguments:
     logging_steps: int = _setting("output", "steps between console lines", 1)
     disable_tqdm: bool = _setting("output", "plain lines also on a terminal", False)
     export: bool = _setting("output", "write a Hugging Face folder at the end", True)
-    export_dtype: str = _setting("output", "bfloat16, float16 or float32", "bfloat16")
+    export_dtype: Literal["bfloat16", "float16", "float32"] = _setting(
+        "output", "of the exported weights", "bfloat16"
+    )
     sample_prompts: list[str] = _setting("output", "greedy samples before and after", [])
     sample_max_new_tokens: int = _setting("output", "length of the samples", 48)
 
@@ -107,9 +116,16 @@ class TrainArguments:
             value = getattr(self, name)
             self._require(name, value is None or value >= 1, "at least 1, or null")
         self._require("save_total_limit", self.save_total_limit >= 1, "at least 1")
-        self._require("num_train_epochs", self.num_train_epochs > 0, "positive")
-        self._require("learning_rate", self.learning_rate >= 0, "not negative")
-        self._require("warmup_ratio", 0 <= self.warmup_ratio <= 1, "0 to 1")
+        self._require("num_train_epochs", 0 < self.num_train_epochs < math.inf, "positive")
+        for name in ("learning_rate", "weight_decay", "warmup_steps", "max_grad_norm"):
+            value = getattr(self, name) or 0
+            self._require(name, 0 <= value < math.inf, "a finite number, not negative")
+        for name in ("warmup_ratio", "min_lr_ratio"):
+            self._require(name, 0 <= getattr(self, name) <= 1, "0 to 1")
+        for name in ("adam_beta1", "adam_beta2"):
+            self._require(name, 0 <= getattr(self, name) < 1, "0 to 1, 1 excluded")
+        self._require("adam_epsilon", 0 < self.adam_epsilon < math.inf, "positive")
+        self._require("max_seq_length", self.max_seq_length >= 2, "at least 2")
         if not self.train_file:
             raise UserError("train_file is empty; give at least one file")
 
@@ -204,15 +220,15 @@ def convert(name: str, value: Any) -> Any:
     hint = _HINTS[name]
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if type(None) in options:
-        if _scalar(value) in (None, "None", "none", "null", "Null", "~", ""):
+        if _scalar(name, value) in (None, "None", "none", "null", "Null", "~", ""):
             return None
         hint = next(option for option in options if option is not type(None))
     origin = typing.get_origin(hint)
     if origin is list:
         return [str(item) for item in (value if isinstance(value, list) else [value])]
     if origin is dict:
-        return _mapping(name, _scalar(value))
-    value = _scalar(value)
+        return _mapping(name, _scalar(name, value))
+    value = _scalar(name, value)
     if origin is Literal:
         return _choice(name, str(value), typing.get_args(hint))
     return _plain(name, value, hint)
@@ -287,12 +303,12 @@ def _one(name: str, value: list[str]) -> str:
     return value[0]
 
 
-def _scalar(value: Any) -> Any:
+def _scalar(name: str, value: Any) -> Any:
     """The one value of a command-line list; an empty list is a bare flag."""
     if not isinstance(value, list):
         return value
     if len(value) > 1:
-        raise UserError(f"one value is expected, got {value}; quote it if it holds spaces")
+        raise UserError(f"{name} takes one value, got {value}; quote it if it holds spaces")
     return value[0] if value else True
 
 
@@ -332,7 +348,7 @@ def _plain(name: str, value: Any, kind: type) -> Any:
     except ValueError:
         raise UserError(f"{name} is {value!r}; a number is expected") from None
     if kind is int:
-        if number != int(number):
+        if not number.is_integer():
             raise UserError(f"{name} is {value!r}; a whole number is expected")
         return int(number)
     return number
