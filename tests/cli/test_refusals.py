@@ -1,0 +1,124 @@
+"""What is wrong with a command is said in one paragraph, before anything expensive or written."""
+
+import json
+import shutil
+
+import pytest
+
+from slidedp_jax.train import main
+
+CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+
+
+@pytest.fixture
+def refused(inputs, tmp_path, capsys, monkeypatch):
+    """Run the command with a file of `text`: exit code and stderr; weights must not be read."""
+
+    def run(text=None, *, code=1, **settings):
+        out = tmp_path / "out"
+        if text is not None:
+            path = tmp_path / "train.jsonl"
+            path.write_text(text)
+            settings = {"train_file": path} | settings
+        with monkeypatch.context() as patch:
+            patch.setattr("models.hf_load.load_parameters", _never)
+            patch.setattr("slidedp_jax.trainer.Trainer.__init__", _never)
+            assert main(inputs.command(out, **settings)) == code
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and "Traceback" not in error
+        assert "\n\n" not in error.strip()
+        assert not out.exists()
+        return error
+
+    return run
+
+
+def _never(*_, **__):
+    raise AssertionError("the command went on to the weights")
+
+
+def lines(*rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def test_files(refused, tmp_path):
+    for setting in ("train_file", "validation_file"):
+        assert "nowhere.jsonl" in refused(**{setting: tmp_path / "nowhere.jsonl"})
+    assert "train.jsonl" in refused("")
+
+
+def test_rows(refused):
+    error = refused(lines(*[CHAT] * 23) + '{"messages": [\n')
+    assert "train.jsonl:24" in error
+    for content in (None, [], [{"role": "owl", "content": "hoo"}]):
+        error = refused(lines(*[CHAT] * 30, {"messages": content}))
+        assert "train.jsonl:31" in error and "messages" in error
+
+
+def test_nothing_to_learn(refused):
+    rows = [{"prompt": "p" * 100, "completion": "c" * 5}] * 30
+    error = refused(lines(*rows), max_seq_length=64)
+    assert "max_seq_length" in error and "30" in error
+
+
+def test_fewer_rows_than_a_step_names_the_numbers(refused):
+    settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    error = refused(lines(CHAT, CHAT, CHAT), max_steps=5, **settings)
+    for number in ("3", "2", "4", "8", "64"):
+        assert number in error
+    assert "lower the micro batch, the accumulation" in error
+
+
+def test_ids_beyond_the_vocabulary(refused):
+    error = refused(lines(*[{"input_ids": [1, 2, 3]}] * 24, {"input_ids": [5, 272]}))
+    assert "272" in error and "train.jsonl:25" in error
+
+
+def test_a_plan_that_does_not_fit(refused):
+    error = refused(device_memory_budget=0.00001)
+    assert "MiB" in error or "GiB" in error
+
+
+def test_broken_model_folders(refused, inputs, tmp_path):
+    assert "nowhere" in refused(model_name_or_path=tmp_path / "nowhere")
+    broken = shutil.copytree(inputs.model, tmp_path / "broken")
+    weights = broken / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1000])
+    assert "model.safetensors" in refused(model_name_or_path=broken)
+    weights.unlink()
+    assert "safetensors" in refused(model_name_or_path=broken)
+    weights.write_bytes(whole)
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"head_dim": 32}))
+    assert "q_proj" in refused(model_name_or_path=broken)
+    (broken / "config.json").write_text("{")
+    assert "config.json" in refused(model_name_or_path=broken)
+    (broken / "config.json").unlink()
+    assert "config.json" in refused(model_name_or_path=broken)
+
+
+def test_a_template_that_is_missing(refused, tmp_path):
+    assert "nowhere.jinja" in refused(chat_template_path=tmp_path / "nowhere.jinja")
+
+
+def test_settings(refused):
+    refused(code=2, learning_rate="fast")
+    refused(code=2, lr_scheduler_type="cosin")
+    refused(code=2, weigth_decay=0.1)
+    for setting in ("loss_on", "over_long", "truncation_keep", "export_dtype", "attention"):
+        assert setting in refused(code=2, **{setting: "sideways"})
+    assert "hardware" in refused(hardware="h200")
+
+
+def test_a_column_of_processes_ends_without_traceback(inputs, tmp_path):
+    """The same in a process of its own: what a shell sees."""
+    done = inputs.run(tmp_path / "out", train_file=tmp_path / "nowhere.jsonl")
+    assert done.returncode == 1 and not (tmp_path / "out").exists()
+    assert done.stderr.startswith("error: ") and len(done.stderr.strip().splitlines()) == 1
+
+
+def test_dry_run_writes_nothing(inputs, tmp_path, capsys):
+    assert main(inputs.command(tmp_path / "out", dry_run="true")) == 0
+    assert "memory of each device" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
