@@ -1,4 +1,4 @@
-"""Steps: order, coverage, resuming, shapes (FC-D05, D10, D12, C09, M01, O04, U03, U04)."""
+"""Steps: order, coverage, resuming, shapes."""
 
 from __future__ import annotations
 

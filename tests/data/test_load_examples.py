@@ -1,4 +1,4 @@
-"""Rows -> examples: what is supervised, ends, lengths and counts (FC-D01..D04, D07..D09, D11)."""
+"""Rows -> examples: what is supervised, ends, lengths and counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files -> records -> rows (FC-D06, D07, D08)."""
+"""Files -> records -> rows."""
 
 from __future__ import annotations
 

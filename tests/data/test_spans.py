@@ -1,4 +1,4 @@
-"""What the assistant said, found in renderings of differently built templates (FC-D09)."""
+"""What the assistant said, found in renderings of differently built templates."""
 
 from __future__ import annotations
 
