@@ -1,6 +1,6 @@
 # Sourced by the other scripts: makes the virtual environment .venv in the repository.
 #
-#   make_environment EXTRAS    e.g. test,dev; what is installed already is left as it is
+#   make_environment [EXTRAS]    e.g. test,dev; what is installed already is left as it is
 
 find_python() {
     local candidate
@@ -17,16 +17,16 @@ find_python() {
 }
 
 make_environment() {
-    local python stamp
+    local python stamp what=".${1:+[$1]}"
     if [ ! -x .venv/bin/python ]; then
         python=$(find_python) || return 1
         echo "Making .venv with $("$python" --version)"
         "$python" -m venv .venv || return 1
     fi
-    stamp=".venv/installed-$1-$(cksum <pyproject.toml | tr ' ' '-')"
+    stamp=".venv/installed-${1:-plain}-$(cksum <pyproject.toml | tr ' ' '-')"
     if [ ! -e "$stamp" ]; then
-        echo "Installing slidedp_jax[$1] into .venv"
-        .venv/bin/python -m pip install --quiet --editable ".[$1]" || return 1
+        echo "Installing slidedp_jax${1:+[$1]} into .venv"
+        .venv/bin/python -m pip install --quiet --editable "$what" || return 1
         touch "$stamp"
     fi
 }
