@@ -1,5 +1,6 @@
 """One tiny model folder and one file of rows for all tests of the command."""
 
+import jax
 import pytest
 from runs import Inputs, write_model, write_rows
 
@@ -10,7 +11,7 @@ def inputs(tmp_path_factory) -> Inputs:
     return Inputs(
         model=write_model(folder / "model"),
         rows=write_rows(folder / "rows.jsonl"),
-        cache=folder / "compiled",
+        cache=jax.config.jax_compilation_cache_dir,
     )
 
 

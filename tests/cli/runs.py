@@ -67,11 +67,11 @@ def write_rows(path: pathlib.Path, number: int = 48) -> pathlib.Path:
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """A model folder, a file of rows, and a cache of compiled programs for all runs."""
+    """A model folder, a file of rows, and the folder of compiled programs of all processes."""
 
     model: pathlib.Path
     rows: pathlib.Path
-    cache: pathlib.Path
+    cache: str
 
     def command(self, out: pathlib.Path, **settings) -> list[str]:
         """Words after `python -m slidedp_jax.train`."""
@@ -100,7 +100,7 @@ class Inputs:
 
     def environment(self) -> dict[str, str]:
         """Of a process that shares the compiled programs."""
-        return os.environ | _CACHE | {"JAX_COMPILATION_CACHE_DIR": str(self.cache)}
+        return os.environ | _CACHE | {"JAX_COMPILATION_CACHE_DIR": self.cache}
 
     def start(self, out: pathlib.Path, **settings) -> subprocess.Popen:
         """The command, running."""

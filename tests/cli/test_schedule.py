@@ -96,13 +96,17 @@ def test_parameters_without_gradient_only_decay(inputs, tmp_path):
     assert not end[f"{name}/state_0"][unused].any() and not end[f"{name}/state_1"][unused].any()
 
 
-def test_norms_end_the_same_with_and_without_decay_of_nothing_else(inputs, tmp_path):
-    """With a rate of zero nothing moves; the norms have no decay of their own to undo."""
-    out = tmp_path / "run"
-    inputs.train(out, max_steps=2, learning_rate=0, weight_decay=0.5)
-    start, end = load_file(inputs.model / "model.safetensors"), state(out, 2)
-    for name, value in start.items():
-        np.testing.assert_array_equal(end[f"{name}/master"], value)
+def test_norms_do_not_decay_in_a_run(inputs, tmp_path):
+    """The first update with decay and without differs by the decay of the matrices alone."""
+    for decay in (0.0, 0.5):
+        inputs.train(tmp_path / str(decay), max_steps=1, weight_decay=decay)
+    without, decayed = (state(tmp_path / str(decay), 1) for decay in (0.0, 0.5))
+    for name, value in load_file(inputs.model / "model.safetensors").items():
+        difference = decayed[f"{name}/master"] - without[f"{name}/master"]
+        expected = -1e-2 * 0.5 * value * (value.ndim > 1)
+        np.testing.assert_allclose(difference, expected, rtol=0, atol=1e-7, err_msg=name)
+        if value.ndim == 1:
+            assert not difference.any()
 
 
 @pytest.mark.parametrize(("rows", "accumulation"), [(1, 3), (3, 1)])
