@@ -1,9 +1,9 @@
 """Trains a model folder with this package and with PyTorch's AdamW on the same rows, and compares.
 
 Both run in float32 on the CPU. The rows are short chats about the language reference that every
-Python carries; the loss counts the assistant's tokens. Checked are loss and gradient norm
-before the first update, the loss of every later step, and that the exported folder loads in transformers and writes
-text. Exits with 1 when a limit is passed.
+Python carries; the loss counts the assistant's tokens. Checked are the loss and the gradient norm
+before the first update, the loss of every later step, and that the exported folder loads in
+transformers and writes text. Exits with 1 when a limit is passed.
 
     python scripts/make_smollm2_folder.py SMOLLM2
     python scripts/check_against_transformers.py SMOLLM2 [--json OUT.json]
