@@ -1,6 +1,5 @@
 """One tiny model folder and one file of rows for all tests of the command."""
 
-import jax
 import pytest
 from runs import Inputs, write_model, write_rows
 
@@ -11,7 +10,6 @@ def inputs(tmp_path_factory) -> Inputs:
     return Inputs(
         model=write_model(folder / "model"),
         rows=write_rows(folder / "rows.jsonl"),
-        cache=jax.config.jax_compilation_cache_dir,
     )
 
 

@@ -23,11 +23,6 @@ DEMO = runpy.run_path(str(ROOT / "scripts" / "make_demo_folder.py"))
 VOCAB_SIZE = 272
 """Of the model; the tokenizer has 259, so no row ever holds the last thirteen ids."""
 
-_CACHE = {
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-}
-
 
 def write_model(folder: pathlib.Path) -> pathlib.Path:
     """A three-layer untied Qwen3 with a byte tokenizer and a ChatML template."""
@@ -67,11 +62,10 @@ def write_rows(path: pathlib.Path, number: int = 48) -> pathlib.Path:
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """A model folder, a file of rows, and the folder of compiled programs of all processes."""
+    """A model folder and a file of rows."""
 
     model: pathlib.Path
     rows: pathlib.Path
-    cache: str
 
     def command(self, out: pathlib.Path, **settings) -> list[str]:
         """Words after `python -m slidedp_jax.train`."""
@@ -99,8 +93,8 @@ class Inputs:
         return words
 
     def environment(self) -> dict[str, str]:
-        """Of a process that shares the compiled programs."""
-        return os.environ | _CACHE | {"JAX_COMPILATION_CACHE_DIR": self.cache}
+        """Of a process that runs the command."""
+        return dict(os.environ)
 
     def start(self, out: pathlib.Path, **settings) -> subprocess.Popen:
         """The command, running."""
