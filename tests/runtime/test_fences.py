@@ -152,6 +152,13 @@ def test_deferred_updates_run_in_the_order_of_the_next_forward(monkeypatch):
     assert updates == [f"update {name}" for name in names]
 
 
+def start_thread(target, *arguments) -> threading.Thread:
+    """One that does not keep a failed test's process alive."""
+    thread = threading.Thread(target=target, args=arguments, daemon=True)
+    thread.start()
+    return thread
+
+
 def test_an_update_waits_for_copies_and_a_fetch_for_commits():
     fences = Fences(2)
     log = []
@@ -163,11 +170,9 @@ def test_an_update_waits_for_copies_and_a_fetch_for_commits():
     fences.begin_copy(0)
     fences.begin_copy(0)
     threads = [
-        threading.Thread(target=wait, args=("update", lambda: fences.wait_copies(0))),
-        threading.Thread(target=wait, args=("fetch", lambda: fences.wait_committed(1, 1))),
+        start_thread(wait, "update", lambda: fences.wait_copies(0)),
+        start_thread(wait, "fetch", lambda: fences.wait_committed(1, 1)),
     ]
-    for thread in threads:
-        thread.start()
     fences.wait_copies(1)
     fences.wait_committed(1, 0)
     fences.end_copy(0)
@@ -196,11 +201,9 @@ def test_a_failure_wakes_everyone_who_waits():
         causes.append(caught.value.__cause__)
 
     threads = [
-        threading.Thread(target=expect, args=(lambda: fences.wait_copies(0),)),
-        threading.Thread(target=expect, args=(lambda: fences.wait_committed(0, 1),)),
+        start_thread(expect, lambda: fences.wait_copies(0)),
+        start_thread(expect, lambda: fences.wait_committed(0, 1)),
     ]
-    for thread in threads:
-        thread.start()
     cause = OSError("disk on fire")
     fences.fail(cause)
     fences.fail(OSError("a later one"))
