@@ -110,7 +110,7 @@ class Inputs:
     def run(self, out: pathlib.Path, **settings) -> subprocess.CompletedProcess:
         """The command, finished."""
         process = self.start(out, **settings)
-        stdout, stderr = process.communicate(timeout=90)
+        stdout, stderr = process.communicate(timeout=600)
         return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
     def train(self, out: pathlib.Path, **settings) -> None:
@@ -161,7 +161,7 @@ def differing(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> list[
 
 def wait_for(path: pathlib.Path, process: subprocess.Popen) -> None:
     """Until a path exists; the process must live."""
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 600
     while not path.exists():
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline
@@ -171,7 +171,7 @@ def wait_for(path: pathlib.Path, process: subprocess.Popen) -> None:
 def stop(process: subprocess.Popen, number: signal.Signals) -> tuple[int, str, str]:
     """Send a signal and wait: exit code, stdout, stderr."""
     process.send_signal(number)
-    stdout, stderr = process.communicate(timeout=60)
+    stdout, stderr = process.communicate(timeout=600)
     return process.returncode, stdout, stderr
 
 
