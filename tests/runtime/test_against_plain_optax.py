@@ -279,6 +279,34 @@ def test_bfloat16_compute_learns_the_same_within_its_precision(tied, deferred):
     assert differing(narrow, deferred)
 
 
+@pytest.mark.parametrize(("devices", "microbatches"), [(1, 8), (8, 1)])
+def test_bfloat16_gradients_add_up_in_float32_and_are_rounded_once(devices, microbatches):
+    """Eight equal rows give eight times an eighth of one row's gradient: exact, but for rounding
+    in between, of which bfloat16 sums would need some (three times 1.01 has more digits)."""
+    config = small_config()
+    row = random_batch(config, 1, NUM_TOKENS, packed=False)
+
+    def gradients(num_devices, num_microbatches):
+        rows = num_devices * num_microbatches
+        plan = strategy(rows_per_microbatch=1, compute_dtype="bfloat16")
+        batch = {name: np.repeat(values, rows, axis=0) for name, values in row.items()}
+        return train(
+            config,
+            optax.trace(decay=0.0),
+            plan,
+            [batch],
+            parameters=initial_parameters(config),
+            max_grad_norm=None,
+            num_devices=num_devices,
+        )
+
+    one, many = gradients(1, 1), gradients(devices, microbatches)
+    np.testing.assert_allclose(many.losses, one.losses, rtol=1e-12)
+    for name, gradient in one.state[0].items():
+        assert gradient.any(), name
+        np.testing.assert_array_equal(many.state[0][name], gradient, err_msg=name)
+
+
 def assert_close(run, other):
     """A few units in the last place, carried over three steps of Adam."""
     np.testing.assert_allclose(run.losses, other.losses, rtol=1e-6)
