@@ -233,7 +233,7 @@ def uneven_run(num_devices, rows_per_microbatch):
 
 @pytest.mark.parametrize(
     ("num_devices", "rows_per_microbatch"),
-    [(1, 4), (1, 2), (1, 1), (2, 4), (4, 1), (8, 1)],
+    [(1, 4), (1, 1), (2, 4), (4, 2), (8, 1)],
 )
 def test_a_token_weighs_the_same_on_any_device_and_in_any_microbatch(
     num_devices, rows_per_microbatch
