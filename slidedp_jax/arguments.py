@@ -95,7 +95,7 @@ class TrainArguments:
     hardware: str | None = _setting("devices", "with dry_run: plan for this machine", None)
     dry_run: bool = _setting("devices", "check everything, print the plan, stop", False)
 
-    save_steps: int | None = _setting("output", "steps between checkpoints; null: see save_at_end", 500)
+    save_steps: int | None = _setting("output", "steps between saves; null: see save_at_end", 500)
     save_at_end: bool = _setting("output", "a checkpoint of the last step", True)
     save_total_limit: int = _setting("output", "checkpoints to keep", 2)
     overwrite_output_dir: bool = _setting("output", "start over in a used folder", False)
