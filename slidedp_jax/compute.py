@@ -49,6 +49,11 @@ class ComputePrograms:
         self._weights = weights
         self._gradients = gradients
         self.compute_dtype = jnp.dtype(compute_dtype)
+        # Caches of this object, not of its class, which would keep every program for ever.
+        self.forward = functools.cache(self._make_forward)
+        self.cached_forward = functools.cache(self._make_cached_forward)
+        self.backward = functools.cache(self._make_backward)
+        self.head_backward = functools.cache(self._make_head_backward)
         self._unpack: dict[Any, Callable[..., Any]] = {}
         self._pack: dict[Any, Callable[..., Any]] = {}
         self.embed = self._map(model.embed_fn, (_SAME, _ROWS), _ROWS)
@@ -98,8 +103,7 @@ class ComputePrograms:
             self._pack[layout.signature] = program
         return program(trees)
 
-    @functools.cache  # noqa: B019 - programs live as long as this object
-    def forward(self, layer_fns: LayerFns) -> Callable[..., jax.Array]:
+    def _make_forward(self, layer_fns: LayerFns) -> Callable[..., jax.Array]:
         """(trees per layer, x, batch) -> x after the chunk's layers."""
 
         def body(trees: Any, x: jax.Array, batch: Any) -> jax.Array:
@@ -107,8 +111,7 @@ class ComputePrograms:
 
         return self._map(body, (_SAME, _ROWS, _ROWS), _ROWS)
 
-    @functools.cache  # noqa: B019
-    def cached_forward(self, layer_fns: tuple[CachedFn, ...]) -> Callable[..., Any]:
+    def _make_cached_forward(self, layer_fns: tuple[CachedFn, ...]) -> Callable[..., Any]:
         """(trees per layer, x, batch, caches per layer) -> (x, caches); the caches are donated."""
 
         def body(trees: Any, x: jax.Array, batch: Any, caches: tuple[Cache, ...]) -> Any:
@@ -120,8 +123,7 @@ class ComputePrograms:
 
         return self._map(body, (_SAME, _ROWS, _ROWS, _ROWS), (_ROWS, _ROWS), donate=(3,))
 
-    @functools.cache  # noqa: B019
-    def backward(self, layer_fns: LayerFns, widen: bool) -> Callable[..., Any]:
+    def _make_backward(self, layer_fns: LayerFns, widen: bool) -> Callable[..., Any]:
         """(trees, x before the chunk, dy, batch, sums or None) -> (dx, sums of gradients).
 
         Recomputes the chunk. Sums are trees of [G, ...]: each device's own gradients, in fp32 with
@@ -135,8 +137,7 @@ class ComputePrograms:
 
         return self._map(body, (_SAME, _ROWS, _ROWS, _ROWS, _ROWS), (_ROWS, _ROWS), donate=(2, 4))
 
-    @functools.cache  # noqa: B019
-    def head_backward(self, widen: bool) -> Callable[..., Any]:
+    def _make_head_backward(self, widen: bool) -> Callable[..., Any]:
         """(head, embed or None, x, batch, scale, sums or None) -> (loss sums [G], dx, sums).
 
         `scale` is 1 / supervised tokens of the step, `sums` of (head, embed) gradients; those of a
