@@ -4,6 +4,7 @@ import contextlib
 import functools
 import gc
 import threading
+import weakref
 
 import jax
 import numpy as np
@@ -127,3 +128,15 @@ def test_nothing_grows_over_a_hundred_steps():
     assert later_arrays <= arrays + 10  # the update thread may still hold the last gradient
     # A layer's gradient kept per step would be 4.5 MB, all gradients of a step 14 MB.
     assert later_rss - rss < 3e6
+
+
+def test_a_trainer_leaves_nothing_behind():
+    config = small_config(layers=2)
+    batch = random_batch(config, 4, 8, packed=True)
+    plan = strategy(rows_per_microbatch=1, num_host_devices=2)
+    with trainer(config, optax.adamw(1e-3), plan, num_devices=NUM_DEVICES) as it:
+        assert np.isfinite(it.step(batch).grad_norm)
+        left = [weakref.ref(part) for part in (it, it.store, it.model, it._programs, it._updates)]
+    del it
+    gc.collect()
+    assert [part() for part in left] == [None] * len(left)
