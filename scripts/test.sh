@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets everything up in .venv and runs the tests; arguments go to pytest (-k NAME, -x, ...).
+# Sets everything up in .venv and runs the tests; arguments go to pytest (-k NAME, -x, -n 0, ...).
 #
 # PARITY=0 leaves out PyTorch and transformers, with which the model code is compared.
 # The last line is pytest's summary, the exit code is pytest's.
@@ -29,4 +29,6 @@ if [ ! -e "$parity_stamp" ]; then
 WARNING
 fi
 
-.venv/bin/python -m pytest -q -rs "$@"
+# A worker compiles on one core most of the time. A file stays on one worker, whose programs it shares.
+workers=$(.venv/bin/python -c 'import os; print(min(4, len(os.sched_getaffinity(0))))')
+.venv/bin/python -m pytest -q -rs -n "$workers" --dist loadfile "$@"
