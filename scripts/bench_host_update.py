@@ -58,6 +58,11 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--budget-s", type=float, default=210, help="starts no process after this")
     parser.add_argument("--num-host-devices", type=int, nargs="+", help="default: from the cores")
+    parser.add_argument(
+        "--block-sizes", type=int, nargs="+", default=[DEFAULT_BLOCK, 4096, 65536],
+        help="elements per block, all with the first number of host devices, the first with others",
+    )  # fmt: skip
+    parser.add_argument("--forms", nargs="+", help="kernel forms; default: all")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--exchange", type=pathlib.Path, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -106,8 +111,7 @@ def jobs(args: argparse.Namespace) -> list[dict[str, Any]]:
     plan: list[dict[str, Any]] = []
     for position, count in enumerate(counts):
         for fusion in (True, False):
-            # The block size matters little; the usual number of devices is enough to see it.
-            sizes = [DEFAULT_BLOCK, 4096, 65536] if position == 0 else [DEFAULT_BLOCK]
+            sizes = args.block_sizes if position == 0 else args.block_sizes[:1]
             plan.append(
                 {"what": "update", "host_devices": count, "fusion": fusion, "blocks": sizes}
             )
@@ -136,6 +140,8 @@ def run_child(
     command = [sys.executable, __file__, "--child", json.dumps(job), "--exchange", str(folder)]
     command += ["--repeats", str(args.repeats)]
     command += ["--elements-per-device", str(args.elements_per_device)]
+    if args.forms:
+        command += ["--forms", *args.forms]
     try:
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=timeout_s
@@ -174,7 +180,9 @@ def measure_updates(
     sharding = NamedSharding(mesh, PartitionSpec(HOST_AXIS), memory_kind="pinned_host")
     results = [{**job, "form": "triad", **measure_triad(sharding, args, exchange)}]
     for block_size in job["blocks"]:
-        for form in kernel_forms() if block_size == DEFAULT_BLOCK else blocked_forms():
+        for form in args.forms or kernel_forms():
+            if form == "whole" and block_size != job["blocks"][0]:
+                continue  # it has no blocks
             variant = UpdateVariant(form, block_size, sharding)
             result = {**job, "form": form, "block_size": block_size}
             try:
@@ -191,10 +199,6 @@ def kernel_forms() -> tuple[str, ...]:
     from slidedp_jax.update_kernel import KernelForm
 
     return get_args(KernelForm)
-
-
-def blocked_forms() -> list[str]:
-    return [form for form in kernel_forms() if form != "whole"]
 
 
 class UpdateVariant:

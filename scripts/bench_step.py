@@ -48,7 +48,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=6, help="full steps timed per policy")
     parser.add_argument("--repeats", type=int, default=3, help="compute passes timed")
     parser.add_argument("--skip-resident", action="store_true")
-    parser.add_argument("--kernel-form", choices=["blocked", "whole"])
+    parser.add_argument("--kernel-form", choices=["blocked", "fused", "whole"])
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--pinned-limit-gib", type=int, default=48)
     parser.add_argument("--out", type=pathlib.Path)
