@@ -53,6 +53,12 @@ class Fences:
             self._copies[chunk] -= 1
             self._condition.notify_all()
 
+    def is_free(self, chunk: int) -> bool:
+        """Whether no copy of `chunk` is in flight; raises if something has failed."""
+        with self._condition:
+            self._check()
+            return self._copies[chunk] == 0
+
     def wait_copies(self, chunk: int) -> None:
         """Block until no copy of `chunk` is in flight."""
         with self._condition:

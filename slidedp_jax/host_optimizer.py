@@ -3,10 +3,15 @@
 *Deferred*: gradients wait until the norm over all of them is known, then chunks are updated in the
 order in which the next forward needs them, beside that forward. *Eager* (no clipping): a chunk is
 updated as soon as its gradient has arrived, the lowest waiting chunk first. Both run one kernel.
+
+Two updates are in flight: while the host devices work on one chunk, the thread prepares and hands
+over the next, so no device waits for Python or for the slowest of the others.
 """
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -28,6 +33,16 @@ from slidedp_jax.update_kernel import UpdateKernels
 NonfinitePolicy = Literal["stop", "skip"]
 
 _NORM = -1  # sorts before every chunk of its step
+_MAX_RUNNING = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RunningUpdate:
+    """An update that the host devices have been given; `arrays` are its results to be."""
+
+    step: int
+    chunk: int
+    arrays: tuple[jax.Array, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +102,7 @@ class HostOptimizer:
         self._tracer = tracer
         self._condition = threading.Condition()
         self._jobs: list[tuple[int, int]] = []
+        self._running: collections.deque[_RunningUpdate] = collections.deque()
         self._gradients: dict[tuple[int, int], ArrivingGradient] = {}
         self._ends: dict[int, tuple[Sequence[jax.Array], Future[StepUpdate]]] = {}
         self._squares: dict[tuple[int, int], np.ndarray] = {}
@@ -143,36 +159,50 @@ class HostOptimizer:
     def _run(self) -> None:
         while True:
             with self._condition:
-                self._condition.wait_for(lambda: self._jobs or self._closed)
-                if not self._jobs:
+                self._condition.wait_for(lambda: self._jobs or self._running or self._closed)
+                if not self._jobs and not self._running:
                     return
-                step, chunk = self._next_job()
+                job = self._next_job()
             try:
-                if 0 <= chunk < len(self._fences):
-                    self._update(step, chunk)
+                if job is None:
+                    self._finish()
+                elif 0 <= job[1] < len(self._fences):
+                    self._start(*job)
                 else:
-                    self._end_step(step)
+                    self._end_step(job[0])
             except BaseException as error:
                 self._fail(error)
                 return
 
-    def _next_job(self) -> tuple[int, int]:
-        """The first job whose gradient has arrived, else the one that was submitted first.
+    def _next_job(self) -> tuple[int, int] | None:
+        """What to do next; None: finish the oldest running update first.
 
-        Gradients arrive from the top chunk down, while jobs are sorted from the bottom up, so the
-        first job is not always one that can run. The end of a step keeps its place among them.
+        The first job whose gradient has arrived, else the one that was submitted first. Gradients
+        arrive from the top chunk down, while jobs are sorted from the bottom up, so the first job
+        is not always one that can run. The end of a step keeps its place among them. Nothing that
+        might have to wait begins beside a running update, whose commit it would hold up.
         """
+        if not self._jobs or len(self._running) == _MAX_RUNNING:
+            return None
         self._jobs.sort()
         job = self._jobs[0]
         if job in self._gradients:
             updates = [key for key in self._jobs if key in self._gradients]
             arrived = (key for key in updates if self._gradients[key].has_arrived())
             job = next(arrived, None) or min(updates, key=lambda key: (key[0], -key[1]))
+            if self._running and not self._can_start(job):
+                return None
+        elif self._running:
+            return None
         self._jobs.remove(job)
         return job
 
+    def _can_start(self, job: tuple[int, int]) -> bool:
+        return self._gradients[job].has_arrived() and self._fences.is_free(job[1])
+
     def _fail(self, error: BaseException) -> None:
         self._fences.fail(error)
+        self._finish_what_runs()
         with self._condition:
             self._failure = error
             for _, future in self._ends.values():
@@ -220,20 +250,21 @@ class HostOptimizer:
                 self._gradients.pop((step, chunk))
             self._fences.commit(chunk, step)
 
-    def _update(self, step: int, chunk: int) -> None:
+    def _start(self, step: int, chunk: int) -> None:
+        """Hand a chunk's update to the host devices."""
         with self._condition:
             gradient = self._gradients.pop((step, chunk))
         state = self._store.chunks[chunk]
         gradient.wait()
         self._fences.wait_copies(chunk)
-        with self._tracer.span("host_update", f"update {state.layout.name}"):
+        with self._tracer.span("host_update", f"start {state.layout.name}"):
             if self._placed_step != step:
                 self._placed, self._placed_step = self._kernels.place_shared(self.shared), step
                 self.shared = self._kernels.advance(self.shared)
             summands = gradient.summands()
             if self._sums_on_host and not self.deferred:
                 self._squares[step, chunk] = self._kernels.sum_of_squares(summands)
-            arrays = self._kernels.update(
+            arrays = self._kernels.start_update(
                 state.layout,
                 state.arrays,
                 summands,
@@ -241,9 +272,25 @@ class HostOptimizer:
                 self._norm if self.deferred else 0.0,
                 self._max_norm,
             )
-            state.replace(arrays)
+        self._running.append(_RunningUpdate(step=step, chunk=chunk, arrays=arrays))
+
+    def _finish(self) -> None:
+        """Wait for the oldest running update and commit it."""
+        update = self._running.popleft()
+        state = self._store.chunks[update.chunk]
+        with self._tracer.span("host_update", f"update {state.layout.name}"):
+            jax.block_until_ready(update.arrays)
+            state.replace(update.arrays)
         with self._tracer.span("host_update", f"commit {state.layout.name}"):
-            self._fences.commit(chunk, step)
+            self._fences.commit(update.chunk, update.step)
+
+    def _finish_what_runs(self) -> None:
+        """After a failure: let running updates end, so that each chunk is of one version."""
+        while self._running:
+            update = self._running.popleft()
+            with contextlib.suppress(Exception):
+                jax.block_until_ready(update.arrays)
+                self._store.chunks[update.chunk].replace(update.arrays)
 
     def _describe_nonfinite(self, step: int, norm: float) -> str:
         left = (

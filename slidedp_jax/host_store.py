@@ -187,8 +187,9 @@ class HostStore:
 
 def _pointers(array: jax.Array) -> list[int]:
     """Addresses of the pieces in the order of the flat array."""
-    shards = sorted(array.addressable_shards, key=lambda shard: shard.index[0].start or 0)
-    return [shard.data.unsafe_buffer_pointer() for shard in shards]
+    # `addressable_shards` computes an index per shard; `addressable_data` only looks up.
+    count = len(array.sharding.device_set)
+    return [array.addressable_data(number).unsafe_buffer_pointer() for number in range(count)]
 
 
 def _spans(layout: ChunkLayout, slot: Slot) -> Iterator[tuple[int, slice, slice]]:

@@ -124,7 +124,21 @@ class UpdateKernels:
         norm: float,
         max_norm: float,
     ) -> tuple[jax.Array, ...]:
-        """Update a chunk in place and wait for it.
+        """Update a chunk in place and wait for it; arguments as of `start_update`."""
+        return jax.block_until_ready(
+            self.start_update(layout, arrays, gradients, shared, norm, max_norm)
+        )
+
+    def start_update(
+        self,
+        layout: ChunkLayout,
+        arrays: Sequence[jax.Array],
+        gradients: Sequence[jax.Array],
+        shared: Sequence[jax.Array],
+        norm: float,
+        max_norm: float,
+    ) -> tuple[jax.Array, ...]:
+        """Begin to update a chunk in place; its results, which may not be there yet.
 
         Args:
           layout: the chunk's layout.
@@ -135,8 +149,7 @@ class UpdateKernels:
           max_norm: limit of the norm, infinity for none.
         """
         scalars = (tuple(shared), *self._place_limits(norm, max_norm))
-        groups = self._groups(layout)
-        return jax.block_until_ready(self._update(tuple(arrays), tuple(gradients), scalars, groups))
+        return self._update(tuple(arrays), tuple(gradients), scalars, self._groups(layout))
 
     def sum_of_squares(self, gradients: Sequence[jax.Array]) -> np.ndarray:
         """Sums of squares of the summed gradient, float32 [K], one per host device."""

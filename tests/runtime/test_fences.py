@@ -217,7 +217,7 @@ def test_a_failure_wakes_everyone_who_waits():
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", ["deferred", "deferred_host_sum", "eager", "eager_host_sum"])
 def test_a_failed_update_stops_the_step_with_its_cause(name, monkeypatch):
-    update, calls = UpdateKernels.update, []
+    update, calls = UpdateKernels.start_update, []
 
     def failing(self, *arguments):
         calls.append(0)
@@ -225,7 +225,7 @@ def test_a_failed_update_stops_the_step_with_its_cause(name, monkeypatch):
             raise OSError("no memory left")
         return update(self, *arguments)
 
-    monkeypatch.setattr(UpdateKernels, "update", failing)
+    monkeypatch.setattr(UpdateKernels, "start_update", failing)
     with start(**RUNS[name]) as it:
         with pytest.raises(TrainingStopped, match="no memory left") as caught:
             for batch in batches(6):
@@ -246,7 +246,7 @@ def test_the_norm_of_a_failed_step_is_an_error_and_no_hang(name, monkeypatch):
     def failing(self, *arguments):
         raise OSError("no memory left")
 
-    monkeypatch.setattr(UpdateKernels, "update", failing)
+    monkeypatch.setattr(UpdateKernels, "start_update", failing)
     monkeypatch.setattr(UpdateKernels, "sum_of_squares", failing)
     with start(**RUNS[name]) as it:
         figures = it.step(batches()[0])
