@@ -42,19 +42,13 @@ class Replicate:
     spec = PartitionSpec()
 
     def __init__(self, mesh: Mesh):
-        self._devices = list(mesh.devices.flat)
+        self._mesh = mesh
         self._sharding = NamedSharding(mesh, self.spec)
 
     def fetch(self, pieces: Sequence[np.ndarray]) -> tuple[jax.Array, ...]:
         """One replicated array per piece."""
-        views = [piece for piece in pieces for _ in self._devices]
-        copies = upload(views, self._devices * len(pieces))
-        count = len(self._devices)
         return tuple(
-            jax.make_array_from_single_device_arrays(
-                piece.shape, self._sharding, copies[number * count : (number + 1) * count]
-            )
-            for number, piece in enumerate(pieces)
+            upload([piece] * self._mesh.size, self._sharding, piece.shape) for piece in pieces
         )
 
     def assemble(self, arrays: Sequence[jax.Array]) -> jax.Array:
@@ -68,22 +62,15 @@ class ShardAllGather:
     spec = PartitionSpec(DATA_AXIS)
 
     def __init__(self, mesh: Mesh):
-        self._devices = list(mesh.devices.flat)
+        self._mesh = mesh
         self._sharding = NamedSharding(mesh, self.spec)
 
     def fetch(self, pieces: Sequence[np.ndarray]) -> tuple[jax.Array, ...]:
         """K / G arrays; the n-th holds the n-th piece of each device's share."""
-        count = len(self._devices)
+        count = self._mesh.size
         share = len(pieces) // count
-        views = [pieces[device * share + n] for n in range(share) for device in range(count)]
-        copies = upload(views, self._devices * share)
         shape = (count * pieces[0].shape[0],)
-        return tuple(
-            jax.make_array_from_single_device_arrays(
-                shape, self._sharding, copies[n * count : (n + 1) * count]
-            )
-            for n in range(share)
-        )
+        return tuple(upload(pieces[n::share], self._sharding, shape) for n in range(share))
 
     def assemble(self, arrays: Sequence[jax.Array]) -> jax.Array:
         """Concatenate the own share, then gather the shares in device order."""

@@ -1,6 +1,6 @@
 """Copies between host and compute devices that take no detour.
 
-On GPUs an upload is `device_put` of a page-locked view, a plain DMA. On the CPU backend
+On GPUs an upload of a page-locked view is a plain DMA. On the CPU backend
 `device_put` may alias the host state, so the copy is made by hand: a later in-place update must not
 reach what was uploaded.
 """
@@ -15,14 +15,25 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 
-def upload(views: Sequence[np.ndarray], devices: Sequence[jax.Device]) -> list[jax.Array]:
-    """Copy each view to the device beside it; returns at once on GPUs."""
+def upload(
+    pieces: Sequence[np.ndarray], sharding: NamedSharding, shape: tuple[int, ...]
+) -> jax.Array:
+    """Copy one piece to each device of `sharding`'s mesh, in its order; returns at once on GPUs.
+
+    The pieces are the shards of an array of `shape`; of a replicated one, they are all the same.
+    """
+    devices = list(sharding.mesh.devices.flat)
     if devices[0].platform == "cpu":
-        return [
-            jnp.array(view, copy=True, device=device)
-            for view, device in zip(views, devices, strict=True)
+        copies = [
+            jnp.array(piece, copy=True, device=device)
+            for piece, device in zip(pieces, devices, strict=True)
         ]
-    return jax.device_put(list(views), list(devices))
+        return jax.make_array_from_single_device_arrays(shape, sharding, copies)
+    size = pieces[0].shape[0]
+    # One call for all devices; a list of arrays for `device_put` costs several times as much.
+    return jax.make_array_from_callback(
+        shape, sharding, lambda index: pieces[(index[0].start or 0) // size]
+    )
 
 
 def download(array: jax.Array) -> jax.Array:
