@@ -26,6 +26,7 @@ from typing import Any
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import slidedp_jax
+from planner.strategy import Strategy
 
 PEAK_FLOPS_PER_S = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 
@@ -37,6 +38,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 32768])
     parser.add_argument("--seq", type=int, default=4096)
     parser.add_argument("--rows-per-microbatch", type=int, help="rows a device computes at once")
+    parser.add_argument("--block-size", type=int, default=Strategy.block_size)
     parser.add_argument("--layers-per-chunk", type=int, default=1)
     parser.add_argument("--prefetch-depth", type=int, default=1)
     parser.add_argument("--loss-chunk-tokens", type=int, default=4096)
@@ -93,7 +95,6 @@ def run_policy(args: argparse.Namespace, setup: Any, policy: str) -> Iterator[di
 
     from models import decoder
     from models.config import named_config
-    from planner.strategy import Strategy
 
     config = named_config(args.model)
     if args.layers:
@@ -116,6 +117,7 @@ def run_policy(args: argparse.Namespace, setup: Any, policy: str) -> Iterator[di
         loss_chunk_tokens=args.loss_chunk_tokens,
         compute_dtype=args.dtype,
         num_host_devices=setup.num_host_devices,
+        block_size=args.block_size,
     )
     model = decoder.build(config, loss_chunk_tokens=args.loss_chunk_tokens)
     tracer = timed_tracer()
@@ -280,15 +282,42 @@ def full_steps(args: argparse.Namespace, trainer: Any, tracer: Any, batch: Any) 
         "rss_by_step_gib": rss,
         "host_update_busy_s": tracer.busy_s("host_update") / (args.steps + 1),
         "h2d_dispatch_s": tracer.busy_s("h2d") / (args.steps + 1),
+        "waits_s": waits(tracer, ends[1], args.steps),
+        "last_step_spans": last_spans(tracer, ends[-3]),
     }
+
+
+def waits(tracer: Any, since: float, steps: int) -> dict[str, float]:
+    """Mean seconds per step waited for the norm, the embedding's update, the layers' updates."""
+    seconds = {"norm": 0.0, "embed": 0.0, "layers and head": 0.0}
+    for span in tracer.spans:
+        if span.lane == "wait" and tracer.origin_s + span.start_s >= since:
+            what = span.name.removeprefix("wait for ").removeprefix("the ")
+            what = what if what in seconds else "layers and head"
+            seconds[what] += (span.end_s - span.start_s) / steps
+    return seconds
+
+
+def last_spans(tracer: Any, since: float) -> list[tuple[str, str, float, float]]:
+    """(lane, name, start, end) of what began after `since`, milliseconds after it."""
+    return [
+        (
+            span.lane,
+            span.name,
+            round((tracer.origin_s + span.start_s - since) * 1e3, 2),
+            round((tracer.origin_s + span.end_s - since) * 1e3, 2),
+        )
+        for span in tracer.spans
+        if tracer.origin_s + span.start_s >= since
+    ]
 
 
 def table(results: list[dict[str, Any]]) -> str:
     header = (
         "| model | tokens | policy | resident s | streamed s | streamed/resident | full s | "
-        "full/resident | tokens/s | update busy s | TFLOP/s 6N | peak GiB | RSS GiB |"
+        "full/resident | tokens/s | update busy s | waits for norm / embed / layers s | TFLOP/s 6N | peak GiB | RSS GiB |"
     )
-    lines = [header, "|" + "---|" * 13]
+    lines = [header, "|" + "---|" * 14]
     for r in results:
         resident = statistics.median(r["resident_s"]) if r.get("resident_s") else float("nan")
         streamed = statistics.median(r["streamed_s"])
@@ -297,6 +326,7 @@ def table(results: list[dict[str, Any]]) -> str:
             f"| {r['model']} | {r['tokens']} | {r['policy']} | {resident:.3f} | {streamed:.3f} | "
             f"{resident / streamed:.3f} | {full:.3f} | {resident / full:.3f} | "
             f"{r['tokens'] / full:.0f} | {r.get('host_update_busy_s', 0):.2f} | "
+            f"{' / '.join(f'{s:.2f}' for s in r.get('waits_s', {}).values())} | "
             f"{r['model_flops'] / full / 1e12:.0f} | {r.get('device_peak_full_gib', 0):.1f} | "
             f"{r['rss_gib']:.1f} |"
         )

@@ -213,9 +213,11 @@ class HostOptimizer:
     def _end_step(self, step: int) -> None:
         """Know the norm; then, if updates waited for it, release them or skip the step."""
         squares, _ = self._ends[step]
-        if self._sums_on_host:
-            squares = self._host_squares(step)
-        update = self._report(step, _global_norm(squares))
+        with self._tracer.span("wait", "wait for the norm"):
+            if self._sums_on_host:
+                squares = self._host_squares(step)
+            norm = _global_norm(squares)
+        update = self._report(step, norm)
         if update.skipped:
             self._skip(step)
         elif self.deferred:

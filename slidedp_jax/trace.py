@@ -1,7 +1,8 @@
-"""Spans of work on the four lanes, for timelines and for tests that delay a lane.
+"""Spans of work on the lanes, for timelines and for tests that delay a lane.
 
-Lanes are `h2d`, `compute`, `d2h` and `host_update`. The runtime brackets what it does with
-`tracer.span(lane, name)`; with the default tracer that costs nothing.
+Lanes are `h2d`, `compute`, `d2h` and `host_update`, and `wait` where the schedule stands still for
+an update. The runtime brackets what it does with `tracer.span(lane, name)`; with the default tracer
+that costs nothing.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
-Lane = Literal["h2d", "compute", "d2h", "host_update"]
+Lane = Literal["h2d", "compute", "d2h", "host_update", "wait"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class RecordingTracer(Tracer):
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
-        self._start = time.perf_counter()
+        self.origin_s = time.perf_counter()
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
@@ -53,9 +54,11 @@ class RecordingTracer(Tracer):
             yield
         finally:
             end = time.perf_counter()
-            span = Span(lane=lane, name=name, start_s=start - self._start, end_s=end - self._start)
+            origin = self.origin_s
             with self._lock:
-                self.spans.append(span)
+                self.spans.append(
+                    Span(lane=lane, name=name, start_s=start - origin, end_s=end - origin)
+                )
 
     def busy_s(self, lane: Lane) -> float:
         """Seconds that the spans of one lane cover in sum."""
@@ -63,7 +66,7 @@ class RecordingTracer(Tracer):
 
     def save_chrome_trace(self, path: pathlib.Path) -> None:
         """Write the spans in Chrome's trace-event format (microseconds)."""
-        lanes = {"h2d": 0, "compute": 1, "d2h": 2, "host_update": 3}
+        lanes = {lane: number for number, lane in enumerate(get_args(Lane))}
         events = [
             {
                 "name": span.name,

@@ -72,10 +72,11 @@ class StreamedWeights:
 
     def take(self, chunk: int) -> Any:
         """Wait for the version if need be, copy if that has not begun, and unpack."""
-        if chunk not in self._arriving:
-            self._fences.wait_committed(chunk, self._version)
-            self._fetch(chunk)
         layout = self._store.layouts[chunk]
+        if chunk not in self._arriving:
+            with self._tracer.span("wait", f"wait for {layout.name}"):
+                self._fences.wait_committed(chunk, self._version)
+            self._fetch(chunk)
         with self._tracer.span("compute", f"unpack {layout.name}"):
             return self._programs.unpack(layout, self._arriving.pop(chunk))
 
