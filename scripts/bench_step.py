@@ -282,7 +282,7 @@ def full_steps(args: argparse.Namespace, trainer: Any, tracer: Any, batch: Any) 
         "rss_by_step_gib": rss,
         "host_update_busy_s": tracer.busy_s("host_update") / (args.steps + 1),
         "h2d_dispatch_s": tracer.busy_s("h2d") / (args.steps + 1),
-        "waits_s": waits(tracer, ends[1], args.steps),
+        "waits_s": waits(tracer, ends[2], args.steps - 1),
         "last_step_spans": last_spans(tracer, ends[-3]),
     }
 
@@ -315,7 +315,8 @@ def last_spans(tracer: Any, since: float) -> list[tuple[str, str, float, float]]
 def table(results: list[dict[str, Any]]) -> str:
     header = (
         "| model | tokens | policy | resident s | streamed s | streamed/resident | full s | "
-        "full/resident | tokens/s | update busy s | waits for norm / embed / layers s | TFLOP/s 6N | peak GiB | RSS GiB |"
+        "full/resident | tokens/s | update busy s | waits for norm / embed / layers s | "
+        "TFLOP/s 6N | peak GiB | RSS GiB |"
     )
     lines = [header, "|" + "---|" * 14]
     for r in results:
