@@ -43,6 +43,8 @@ VARIANTS: dict[str, dict[str, bool]] = {
 }
 WORKER = pathlib.Path(__file__).with_name("fsdp2_worker.py")
 OUT_OF_MEMORY = 17
+OFFLOAD_BYTES = 4 * 4
+"""Host bytes per parameter of an offloaded run: master, gradient, two moments, all float32."""
 TOKENS_WITHOUT_RECOMPUTE = 8192
 """Tokens of a microbatch that keeps all activations, where no rows are given: about the most whose
 activations fit beside a 4B model's state on an H200."""
@@ -58,6 +60,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rows-per-microbatch", type=int, help="rows a GPU computes at once")
     parser.add_argument("--loss-chunk-tokens", type=int, default=4096)
     parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument(
+        "--host-gib", type=float, help="skip an offload whose state alone needs more host memory"
+    )
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5, help="steps timed")
     parser.add_argument("--timeout-s", type=float, default=240, help="of one variant")
@@ -74,6 +79,10 @@ def main() -> None:
     record = bench_record.record(packages=("torch", "transformers"), results=[], not_run=[])
     for variant in args.variants:
         job: dict[str, Any] | None = first_job(args, variant)
+        needed_gib = named_config(args.model).num_parameters * OFFLOAD_BYTES / 2**30
+        if VARIANTS[variant]["offload"] and args.host_gib and needed_gib > args.host_gib:
+            record["not_run"].append({**job, "reason": f"needs {needed_gib:.0f} GiB on the host"})
+            continue
         while job is not None:
             left = args.budget_s - (time.perf_counter() - start)
             if left < min(30.0, args.timeout_s):
@@ -86,7 +95,9 @@ def main() -> None:
                 record["not_run"].append({**job, "measured": len(done), "reason": reason})
             bench_record.save(args.out, record)
             elapsed_s = time.perf_counter() - start
-            print(f"{elapsed_s:5.0f} s  {variant}: {reason or 'done'}\n{table(results)}", flush=True)
+            print(
+                f"{elapsed_s:5.0f} s  {variant}: {reason or 'done'}\n{table(results)}", flush=True
+            )
             job = next_job(job, len(done), reason)
     bench_record.save(args.out, record)
     print(table(record["results"]))

@@ -112,9 +112,7 @@ def build(
     model = LossModel(causal_lm, loss_chunk_tokens=loss_chunk_tokens, compiled=compiled).train()
     policies = {
         "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-        ),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
         "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
         if offload
         else OffloadPolicy(),

@@ -6,6 +6,7 @@ Takes a JSON job, rank, number of processes and a folder; rank 0 appends a JSON 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pathlib
@@ -158,7 +159,7 @@ def measure(step: Step, job: dict[str, Any]) -> dict[str, Any]:
         marks.append(time.perf_counter())
 
     step(mark)
-    phases = [after - before for before, after in zip(marks, marks[1:], strict=False)]
+    phases = [after - before for before, after in itertools.pairwise(marks)]
     memory = gather(
         {
             "rss_gib": rss_gib(),
@@ -187,17 +188,14 @@ def timed_steps(step: Step, count: int) -> list[float]:
         for _ in range(count):
             step()
             ends.append(time.perf_counter())
-        return [after - before for before, after in zip(ends, ends[1:], strict=False)]
+        return [after - before for before, after in itertools.pairwise(ends)]
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     events[0].record()
     for event in events[1:]:
         step()
         event.record()
     torch.cuda.synchronize()
-    return [
-        before.elapsed_time(after) / 1e3
-        for before, after in zip(events, events[1:], strict=False)
-    ]
+    return [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(events)]
 
 
 def wait_for_device() -> None:
