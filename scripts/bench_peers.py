@@ -19,18 +19,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import pathlib
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
+import bench_children
 import bench_record
 
 from models.config import named_config
@@ -42,7 +41,6 @@ VARIANTS: dict[str, dict[str, bool]] = {
     "offload": {"offload": True, "recompute": True},
 }
 WORKER = pathlib.Path(__file__).with_name("fsdp2_worker.py")
-OUT_OF_MEMORY = 17
 OFFLOAD_BYTES = 4 * 4
 """Host bytes per parameter of an offloaded run: master, gradient, two moments, all float32."""
 TOKENS_WITHOUT_RECOMPUTE = 8192
@@ -88,17 +86,21 @@ def main() -> None:
             if left < min(30.0, args.timeout_s):
                 record["not_run"].append({**job, "reason": "out of time"})
                 break
-            done, reason = run(job, args.num_gpus, min(args.timeout_s, left))
-            results = [complete(args, job, result) for result in done]
-            record["results"].extend(results)
+            results: list[dict[str, Any]] = []
+
+            def keep(result: dict[str, Any], job: Any = job, results: Any = results) -> None:
+                results.append(complete(args, job, result))
+                record["results"].append(results[-1])
+                bench_record.save(args.out, record)
+
+            reason = run(args, job, min(args.timeout_s, left), keep)
             if reason:
-                record["not_run"].append({**job, "measured": len(done), "reason": reason})
-            bench_record.save(args.out, record)
+                record["not_run"].append({**job, "measured": len(results), "reason": reason})
             elapsed_s = time.perf_counter() - start
             print(
                 f"{elapsed_s:5.0f} s  {variant}: {reason or 'done'}\n{table(results)}", flush=True
             )
-            job = next_job(job, len(done), reason)
+            job = next_job(job, len(results), reason)
     bench_record.save(args.out, record)
     print(table(record["results"]))
     for job in record["not_run"]:
@@ -134,7 +136,7 @@ def next_job(job: dict[str, Any], num_done: int, reason: str | None) -> dict[str
     if reason is None or num_done == len(job["tokens"]):
         return None
     tokens, rows = job["tokens"][num_done:], list(job["rows"][num_done:])
-    if not reason.startswith("out of GPU memory"):
+    if not reason.startswith(bench_children.OUT_OF_MEMORY_TEXT):
         tokens, rows = tokens[1:], rows[1:]
     elif rows[0] == 1:
         return None  # more tokens need no less
@@ -144,56 +146,24 @@ def next_job(job: dict[str, Any], num_done: int, reason: str | None) -> dict[str
 
 
 def run(
-    job: dict[str, Any], num_processes: int, timeout_s: float
-) -> tuple[list[dict[str, Any]], str | None]:
-    """Results of a variant's processes and, where they did not finish, why."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name)
-        logs = [(folder / f"log{rank}").open("w+") for rank in range(num_processes)]
-        processes = [
-            subprocess.Popen(
-                [sys.executable, WORKER, json.dumps(job), str(rank), str(num_processes), name],
-                env={"PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ},
-                stdout=logs[rank],
-                stderr=subprocess.STDOUT,
-            )
-            for rank in range(num_processes)
+    args: argparse.Namespace,
+    job: dict[str, Any],
+    timeout_s: float,
+    on_result: Callable[[dict[str, Any]], None],
+) -> str | None:
+    """One process per GPU; why they did not all end well, or None."""
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = f"file://{folder}/store"
+        commands = [
+            [str(WORKER), json.dumps(job), str(rank), str(args.num_gpus), meeting]
+            for rank in range(args.num_gpus)
         ]
-        statuses = wait(processes, timeout_s)
-        results = folder / "results.jsonl"
-        lines = results.read_text().splitlines() if results.exists() else []
-        return [json.loads(line) for line in lines], failure(statuses, logs, timeout_s)
-
-
-def wait(processes: list[subprocess.Popen[bytes]], timeout_s: float) -> list[int | None]:
-    """Exit statuses as they are when all have ended, one has failed, or the time is up."""
-    end = time.perf_counter() + timeout_s
-    while True:
-        statuses = [process.poll() for process in processes]
-        if None not in statuses or any(statuses) or time.perf_counter() > end:
-            break
-        time.sleep(0.2)
-    for process in processes:
-        if process.poll() is None:
-            process.kill()
-        process.wait()
-    return statuses
-
-
-def failure(statuses: list[int | None], logs: list[Any], timeout_s: float) -> str | None:
-    """Why the processes did not all end well."""
-    if not any(statuses) and None not in statuses:
-        return None
-    for rank, status in enumerate(statuses):
-        if status:
-            logs[rank].seek(0)
-            text = logs[rank].read().strip()[-1500:]
-            if status == OUT_OF_MEMORY:
-                return text[text.rfind("out of GPU memory") :]
-            if status < 0:
-                text = f"ended by {signal.Signals(-status).name}\n{text}"
-            return f"process {rank}: {text}"
-    return f"still running after {timeout_s:.0f} s"
+        return bench_children.run(
+            commands,
+            timeout_s=timeout_s,
+            on_result=on_result,
+            environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+        )
 
 
 def complete(

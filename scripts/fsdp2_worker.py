@@ -1,7 +1,6 @@
 """One process of an FSDP2 measurement; `bench_peers.py` starts one per GPU.
 
-Takes a JSON job, rank, number of processes and a folder; rank 0 appends a JSON line per result to
-`results.jsonl` in that folder, so that what was measured survives whatever happens later.
+Takes a JSON job, rank, number of processes, where they meet, and where rank 0 puts its results.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 import psutil
 import torch
 import torch.distributed as dist
+from bench_children import Report, end_out_of_memory
 from bench_record import rss_gib
 from fsdp2_model import LossModel, build, choose_attention
 from linear_cross_entropy import IGNORED
@@ -27,13 +27,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from models.config import named_config
 
-OUT_OF_MEMORY = 17
-"""Exit status of a process whose GPU memory did not suffice."""
-
 
 def main() -> None:
     job = json.loads(sys.argv[1])
-    rank, size, folder = int(sys.argv[2]), int(sys.argv[3]), pathlib.Path(sys.argv[4])
+    rank, size = int(sys.argv[2]), int(sys.argv[3])
+    meeting, report = sys.argv[4], Report(sys.argv[5])
     used_before_gib = psutil.virtual_memory().used / 2**30
     start = time.perf_counter()
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
@@ -41,18 +39,14 @@ def main() -> None:
         torch.cuda.set_device(device)
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend, init_method=f"file://{folder}/store", rank=rank, world_size=size
-    )
+    dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=size)
     try:
         for result in measurements(job, device, start):
             result["host_used_more_gib"] = psutil.virtual_memory().used / 2**30 - used_before_gib
             if rank == 0:
-                with (folder / "results.jsonl").open("a") as file:
-                    file.write(json.dumps(result) + "\n")
+                report(result)
     except torch.OutOfMemoryError as error:
-        print(f"out of GPU memory: {str(error)[:300]}", file=sys.stderr, flush=True)
-        os._exit(OUT_OF_MEMORY)  # other ranks wait in collectives; the parent ends them
+        end_out_of_memory(error)  # other ranks wait in collectives; the parent ends them
     dist.destroy_process_group()
 
 

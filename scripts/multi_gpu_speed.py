@@ -1,0 +1,170 @@
+"""One process of `bench_multi_gpu.py`: speed and bytes of one device count and pair of routes.
+
+Takes a JSON job and the file for its results. The process keeps to its share of the machine's
+cores, so that one GPU has half of what two have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import sys
+import time
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+import bench_step
+from bench_children import Report
+from bench_record import rss_gib
+
+import slidedp_jax
+
+
+def main() -> None:
+    job = json.loads(sys.argv[1])
+    report = Report(sys.argv[2])
+    start = time.perf_counter()
+    cores = keep_to_share(job["core_share"])
+    setup = slidedp_jax.configure(
+        num_devices=job["num_devices"], pinned_limit_gib=job["pinned_limit_gib"]
+    )
+    facts = {"cores": cores, "num_host_devices": setup.num_host_devices}
+    trainer, tracer, config = make_trainer(job, setup)
+    facts["state_ready_s"] = time.perf_counter() - start
+    facts["kernel_form"] = trainer.kernel_form
+    facts["num_parameters"] = trainer.store.num_parameters
+    facts["owned_bytes_per_parameter"] = trainer.store.owned_bytes / trainer.store.num_parameters
+    for tokens in job["tokens_per_device"]:
+        batch = random_batch(config, tokens * job["num_devices"] // job["seq"], job["seq"])
+        result = compute_passes(job, trainer, tracer, batch)
+        report({"tokens_per_device": tokens, **facts, **result, **memory()})
+        if tokens in job["full_tokens"]:
+            steps = argparse.Namespace(steps=job["steps"])
+            full = bench_step.full_steps(steps, trainer, tracer, batch)
+            report({"tokens_per_device": tokens, **facts, **full, **memory()})
+    trainer.close()
+
+
+def keep_to_share(share: float) -> int:
+    """Restrict this process to the first part of its cores; how many those are."""
+    cores = sorted(os.sched_getaffinity(0))
+    count = max(1, round(len(cores) * share))
+    os.sched_setaffinity(0, cores[:count])
+    return count
+
+
+def make_trainer(job: dict[str, Any], setup: Any) -> tuple[Any, Any, Any]:
+    """A trainer with random weights, its tracer, and the model's configuration."""
+    import optax
+
+    from models import decoder
+    from planner.strategy import Strategy
+
+    config = shortened(job["model"], job["layers"])
+    strategy = Strategy(
+        layers_per_chunk=1,
+        rows_per_microbatch=job["rows_per_microbatch"],
+        num_microbatches=1,
+        weight_route=job["weight_route"],
+        gradient_route=job["gradient_route"],
+        prefetch_depth=1,
+        loss_chunk_tokens=job["loss_chunk_tokens"],
+        num_host_devices=setup.num_host_devices,
+    )
+    model = decoder.build(config, loss_chunk_tokens=job["loss_chunk_tokens"])
+    tracer = bench_step.timed_tracer()
+    trainer = slidedp_jax.Trainer(
+        model,
+        optax.adamw(1e-5, b1=0.9, b2=0.95, weight_decay=0.1),
+        strategy=strategy,
+        parameters=lambda write: bench_step.fill(model, write),
+        max_grad_norm=1.0,
+        tracer=tracer,
+    )
+    return trainer, tracer, config
+
+
+def shortened(name: str, layers: int | None) -> Any:
+    """A named shape, with only its first layers if a number is given."""
+    from models.config import named_config
+
+    config = named_config(name)
+    if layers is None:
+        return config
+    return dataclasses.replace(
+        config, num_hidden_layers=layers, layer_windows=config.layer_windows[:layers]
+    )
+
+
+def random_batch(config: Any, rows: int, seq: int) -> dict[str, Any]:
+    import numpy as np
+
+    ids = np.random.default_rng(1).integers(0, config.vocab_size, (rows, seq)).astype(np.int32)
+    return {"input_ids": ids, "labels": ids}
+
+
+def compute_passes(
+    job: dict[str, Any], trainer: Any, tracer: Any, batch: dict[str, Any]
+) -> dict[str, Any]:
+    """Streamed and resident passes, bytes moved by one pass, and Python's share per chunk.
+
+    A *visit* is a chunk that computes forward or backward. The time of dispatch per visit is the
+    sum of the tracer's spans of uploads, programs and downloads: Python's work, without its waits.
+    """
+    moved = count_bytes(trainer, batch)
+    passes = bench_step.ComputePasses(trainer, batch)
+    tracer.spans.clear()
+    streamed, issue = passes.streamed(job["repeats"])
+    dispatch_s = {lane: tracer.busy_s(lane) for lane in ("h2d", "compute", "d2h")}
+    resident = passes.resident(job["repeats"])
+    visits = 2 * len(trainer.store.layouts)
+    num_passes = job["repeats"] + 1  # the first, untimed one is traced too
+    return {
+        **moved,
+        "streamed_s": streamed,
+        "resident_s": resident,
+        "streamed_issue_s": issue,
+        "visits": visits,
+        "dispatch_ms_per_visit": {
+            lane: seconds / num_passes / visits * 1e3 for lane, seconds in dispatch_s.items()
+        },
+    }
+
+
+def count_bytes(trainer: Any, batch: dict[str, Any]) -> dict[str, float]:
+    """Bytes per parameter that one pass moves, over all devices: as fetched, and as arrived."""
+    trainer.wait()
+    trainer.weights.require(trainer.step_count)
+    before, down, arriving = trainer.weights.bytes_fetched, 0, []
+
+    def send(chunk: int, wire: Any) -> None:
+        nonlocal down
+        gradient = trainer.send(chunk, wire)
+        down += sum(shard.data.nbytes for shard in gradient.pinned.addressable_shards)
+        arriving.append(gradient)
+
+    trainer.forward_backward(trainer.weights, trainer.prepare(batch), send)
+    for gradient in arriving:
+        gradient.wait()
+    parameters = trainer.store.num_parameters
+    return {
+        "up_bytes_per_parameter": (trainer.weights.bytes_fetched - before) / parameters,
+        "down_bytes_per_parameter": down / parameters,
+    }
+
+
+def memory() -> dict[str, float]:
+    """Resident host memory, and the largest peak of the devices where they tell it."""
+    import jax
+
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    peaks = [s["peak_bytes_in_use"] / 2**30 for s in stats if "peak_bytes_in_use" in s]
+    return {"rss_gib": rss_gib(), **({"device_peak_gib": max(peaks)} if peaks else {})}
+
+
+if __name__ == "__main__":
+    main()
