@@ -87,7 +87,8 @@ def main() -> None:
             record["not_run"].append({**job, "reason": reason})
         bench_record.save(args.out, record)
         print(f"{time.perf_counter() - start:5.0f} s  {label(job)}: {reason or 'done'}", flush=True)
-        print(speed_table(record["speed"][-len(args.tokens_per_device) :]), flush=True)
+        if "weight_route" in job:
+            print(speed_table(record["speed"][-len(args.tokens_per_device) :]), flush=True)
     print(summary(record))
     if any(not check["passed"] for check in record["checks"]):
         sys.exit("a check failed")
@@ -165,8 +166,11 @@ def add(record: dict[str, Any], job: dict[str, Any], result: dict[str, Any]) -> 
 
 def summary(record: dict[str, Any]) -> str:
     """All tables."""
-    lines = [speed_table(record["speed"]), "", dispatch_table(record["speed"])]
-    lines += ["", check_table(record["checks"]), ""]
+    lines = []
+    if record["speed"]:
+        lines += [speed_table(record["speed"]), "", dispatch_table(record["speed"]), ""]
+    if record["checks"]:
+        lines += [check_table(record["checks"]), ""]
     lines += [f"not run: {label(job)}: {job['reason']}" for job in record["not_run"]]
     return "\n".join(lines)
 

@@ -57,6 +57,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--num-gpus", type=int, default=1, help="processes, on CPUs too")
     parser.add_argument("--rows-per-microbatch", type=int, help="rows a GPU computes at once")
     parser.add_argument("--loss-chunk-tokens", type=int, default=4096)
+    parser.add_argument("--attention", nargs="+", default=["cudnn", "flash"], help="candidates")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument(
         "--host-gib", type=float, help="skip an offload whose state alone needs more host memory"
@@ -124,6 +125,7 @@ def first_job(args: argparse.Namespace, variant: str) -> dict[str, Any]:
         "seq": args.seq,
         "tokens": args.tokens,
         "rows": [rows(tokens) for tokens in args.tokens],
+        "attention": args.attention,
         "compiled": not args.no_compile,
         "loss_chunk_tokens": args.loss_chunk_tokens,
         "warmup": args.warmup,

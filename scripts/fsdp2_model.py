@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -153,8 +154,10 @@ def _materialise(model: torch.nn.Module, device: torch.device) -> None:
         local.copy_(values.normal_(0.0, 0.02, generator=generator))
 
 
-def choose_attention(config: ModelConfig, rows: int, seq: int) -> dict[str, Any]:
-    """Time the causal kernels on the GPU, leave only the faster one enabled, and name it.
+def choose_attention(
+    config: ModelConfig, rows: int, seq: int, names: Sequence[str]
+) -> dict[str, Any]:
+    """Time the named causal kernels on the GPU, leave only the fastest enabled, and name it.
 
     With all others disabled, a shape or mask that it cannot take is an error, not a slow path.
     """
@@ -172,9 +175,9 @@ def choose_attention(config: ModelConfig, rows: int, seq: int) -> dict[str, Any]
     )
     ms: dict[str, float] = {}
     errors: dict[str, str] = {}
-    for name, backend in BACKENDS.items():
+    for name in names:
         try:
-            ms[name] = _attention_ms(backend, query, key)
+            ms[name] = _attention_ms(BACKENDS[name], query, key)
         except RuntimeError as error:
             errors[name] = str(error)[:200]
     if not ms:
@@ -189,12 +192,14 @@ def choose_attention(config: ModelConfig, rows: int, seq: int) -> dict[str, Any]
 
 def _attention_ms(backend: SDPBackend, query: torch.Tensor, key: torch.Tensor) -> float:
     attend = torch.nn.functional.scaled_dot_product_attention
+    gradient = torch.randn_like(query)
     with torch.nn.attention.sdpa_kernel(backend):
         for timed in (False, True):
             torch.cuda.synchronize()
             start = time.perf_counter()
             for _ in range(5):
-                attend(query, key, key, is_causal=True, enable_gqa=True).sum().backward()
+                out = attend(query, key, key, is_causal=True, enable_gqa=True)
+                out.backward(gradient)
             torch.cuda.synchronize()
             if timed:
                 return (time.perf_counter() - start) / 5 * 1e3

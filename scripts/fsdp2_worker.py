@@ -56,7 +56,7 @@ def measurements(job: dict[str, Any], device: torch.device, start: float) -> Any
     size, seq = dist.get_world_size(), job["seq"]
     facts: dict[str, Any] = {}
     if device.type == "cuda":
-        facts["attention"] = choose_attention(config, min(job["rows"]), seq)
+        facts["attention"] = choose_attention(config, min(job["rows"]), seq, job["attention"])
     model = build(
         config,
         init_device_mesh(device.type, (size,)),
