@@ -16,14 +16,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import glob
 import importlib.metadata
 import importlib.util
 import json
 import os
 import pathlib
-import platform
 import statistics
 import subprocess
 import sys
@@ -33,6 +31,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+import bench_record
 
 UPDATE_BYTES = 2 * (2 + 2 + 4 + 4) + 2
 TORCH_BYTES = 2 * (4 + 4 + 4) + 4
@@ -77,14 +77,7 @@ def main() -> None:
         print(json.dumps(measure(json.loads(args.child), args)))
         return
     start = time.perf_counter()
-    record: dict[str, Any] = {
-        "command": " ".join(["python", *sys.argv]),
-        "commit": commit(),
-        "date": datetime.date.today().isoformat(),
-        "machine": machine(),
-        "results": [],
-        "not_run": [],
-    }
+    record = bench_record.record(transparent_hugepages=huge_pages(), results=[], not_run=[])
     with tempfile.TemporaryDirectory() as folder, copier(pathlib.Path(folder)) as copies:
         record["copies"] = copies
         for job in jobs(args):
@@ -98,7 +91,7 @@ def main() -> None:
                 record["not_run"].append({**job, "reason": error})
             print(f"{time.perf_counter() - start:5.0f} s  {label(job)}: {error or 'done'}")
             sys.stdout.flush()
-            save(record, args.out)
+            bench_record.save(args.out, record)
     print(table(record))
 
 
@@ -523,39 +516,9 @@ def bandwidth(result: dict[str, Any]) -> float:
     return moved / statistics.median(result["seconds"]) / 1e9
 
 
-def save(record: dict[str, Any], out: pathlib.Path | None) -> None:
-    if out:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.with_suffix(".json").write_text(json.dumps(record, indent=1))
-
-
-def commit() -> str:
-    try:
-        done = subprocess.run(
-            ["git", "rev-parse", "HEAD"],
-            capture_output=True,
-            text=True,
-            cwd=pathlib.Path(__file__).parent,
-        )
-    except OSError:
-        return "unknown"
-    return done.stdout.strip() or "unknown"
-
-
-def machine() -> dict[str, Any]:
+def huge_pages() -> str:
     huge = pathlib.Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    info = pathlib.Path("/proc/cpuinfo")
-    names = [line for line in info.read_text().splitlines() if "model name" in line] if (
-        info.exists()
-    ) else []  # fmt: skip
-    return {
-        "cpu": names[0].split(":")[1].strip() if names else platform.processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "gpus": len(glob.glob("/dev/nvidia[0-9]*")),
-        "jax": importlib.metadata.version("jax"),
-        "python": platform.python_version(),
-        "transparent_hugepages": huge.read_text().strip() if huge.exists() else "unknown",
-    }
+    return huge.read_text().strip() if huge.exists() else "unknown"
 
 
 if __name__ == "__main__":

@@ -11,19 +11,18 @@ of one process. Prints a table and writes OUT.json with the raw samples.
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
-import json
 import pathlib
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+import bench_record
+from bench_record import rss_gib
 
 import slidedp_jax
 from planner.strategy import Strategy
@@ -74,17 +73,7 @@ def main() -> None:
 
 def save(out: pathlib.Path | None, results: list[dict[str, Any]]) -> None:
     """Write what has been measured so far, so that a run that is cut short leaves its part."""
-    if out is None:
-        return
-    record = {
-        "command": " ".join(["python", *sys.argv]),
-        "commit": commit(),
-        "date": datetime.date.today().isoformat(),
-        "machine": machine(),
-        "results": results,
-    }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.with_suffix(".json").write_text(json.dumps(record, indent=1))
+    bench_record.save(out, bench_record.record(results=results))
 
 
 def run_policy(args: argparse.Namespace, setup: Any, policy: str) -> Iterator[dict[str, Any]]:
@@ -332,31 +321,6 @@ def table(results: list[dict[str, Any]]) -> str:
             f"{r['rss_gib']:.1f} |"
         )
     return "\n".join(lines)
-
-
-def rss_gib() -> float:
-    import psutil
-
-    return psutil.Process().memory_info().rss / 2**30
-
-
-def commit() -> str:
-    out = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return out.stdout.strip()
-
-
-def machine() -> dict[str, Any]:
-    import os
-
-    import jax
-
-    return {
-        "device": jax.devices()[0].device_kind,
-        "num_devices": len(jax.devices()),
-        "cores": len(os.sched_getaffinity(0)),
-        "jax": jax.__version__,
-        "python": platform.python_version(),
-    }
 
 
 if __name__ == "__main__":

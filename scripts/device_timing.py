@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import math
-import os
-import platform
 import re
 import statistics
 import subprocess
-import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from typing import Any
 
+import bench_record
 import hlo_kernels
 
 
@@ -263,39 +260,9 @@ class Bench:
         """Write what is known so far."""
         if not self.args.out:
             return
-        record = {
-            "command": " ".join(["python", *sys.argv]),
-            "commit": commit(),
-            "date": datetime.date.today().isoformat(),
-            "machine": machine(self.device),
-            "facts": self.facts,
-            "rows": self.rows,
-        }
         out = self.args.out
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.with_name(out.name + ".json").write_text(json.dumps(record, indent=1))
+        bench_record.save(out, bench_record.record(facts=self.facts, rows=self.rows))
         out.with_name(out.name + "_hlo.txt").write_text("\n\n".join(self.hlo))
-
-
-def commit() -> str:
-    """The checkout's commit, or nothing outside a checkout."""
-    command = ["git", "describe", "--always", "--dirty"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    except OSError:
-        return ""
-
-
-def machine(device: Any) -> dict[str, Any]:
-    """What the numbers were measured on."""
-    import jax
-
-    return {
-        "device": device.device_kind,
-        "cores": len(os.sched_getaffinity(0)),
-        "jax": jax.__version__,
-        "python": platform.python_version(),
-    }
 
 
 def format_row(row: dict[str, Any]) -> str:
