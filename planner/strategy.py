@@ -54,7 +54,7 @@ class Strategy:
     loss_chunk_tokens: int = 1024
     compute_dtype: ComputeDtype = "bfloat16"
     num_host_devices: int = 1
-    block_size: int = 16384
+    block_size: int = 4096
 
     def __post_init__(self) -> None:
         """Checks each field and that the window holds what the prefetch brings."""

@@ -39,7 +39,7 @@ TORCH_BYTES = 2 * (4 + 4 + 4) + 4
 TRIAD_BYTES = 4 + 4 + 4
 
 MULTI_OUTPUT_FUSION = "--xla_backend_extra_options=xla_cpu_use_multi_output_fusion"
-DEFAULT_BLOCK = 16384
+DEFAULT_BLOCK = 4096
 PROBE_ELEMENTS = 1 << 19
 """Elements per device of the first, short run; a form slow on it is not run on the full size."""
 SLOWEST_GPARAMS_PER_S = 0.02
@@ -59,7 +59,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--budget-s", type=float, default=210, help="starts no process after this")
     parser.add_argument("--num-host-devices", type=int, nargs="+", help="default: from the cores")
     parser.add_argument(
-        "--block-sizes", type=int, nargs="+", default=[DEFAULT_BLOCK, 4096, 65536],
+        "--block-sizes", type=int, nargs="+", default=[DEFAULT_BLOCK, 16384],
         help="elements per block, all with the first number of host devices, the first with others",
     )  # fmt: skip
     parser.add_argument("--forms", nargs="+", help="kernel forms; default: all")
@@ -98,8 +98,7 @@ def main() -> None:
 def jobs(args: argparse.Namespace) -> list[dict[str, Any]]:
     """What each process measures, the most telling first."""
     cores = len(os.sched_getaffinity(0))
-    most = max(1, cores - cores // 4)
-    counts = args.num_host_devices or [most, cores, max(1, cores // 2), max(1, cores * 7 // 8)]
+    counts = args.num_host_devices or [max(1, cores - 1), cores, max(1, cores * 3 // 4)]
     counts = list(dict.fromkeys(counts))
     plan: list[dict[str, Any]] = []
     for position, count in enumerate(counts):

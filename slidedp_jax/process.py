@@ -15,6 +15,8 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from planner.candidates import default_num_host_devices
+
 if TYPE_CHECKING:
     import jax
 
@@ -88,8 +90,8 @@ def configure(
       platform: "cuda", "cpu", or "auto": CUDA where a GPU and JAX's CUDA plugin are present.
       num_devices: compute devices to use; None means every visible GPU, or one CPU device.
       device_ids: indices of the GPUs to use (`--devices 1,3`); excludes `num_devices`.
-      num_host_devices: CPU devices that hold and update the state; None leaves a quarter of the
-        cores to copies and dispatch when GPUs compute. Rounded up to a multiple of the devices.
+      num_host_devices: CPU devices that hold and update the state; None leaves a core per GPU
+        to copies and dispatch. Rounded up to a multiple of the devices.
       device_memory_fraction: share of GPU memory that JAX reserves at its start.
       pinned_limit_gib: cap of JAX's pinned host pool (gradients in flight); None: most of the RAM.
       compilation_cache: folder of JAX's persistent compilation cache; None leaves JAX's setting.
@@ -252,7 +254,7 @@ def _visible_gpus(platform: str) -> int:
 
 
 def _default_host_devices(platform: str, group: int) -> int:
-    """Cores for the update: three quarters beside GPUs (copies and dispatch need the rest)."""
     cores = len(os.sched_getaffinity(0))
-    spare = 0 if platform == "cpu" else max(1, cores // 4)
-    return max(group, (cores - spare) // group * group)
+    if platform == "cpu":
+        return max(group, cores // group * group)
+    return default_num_host_devices(cores, group)
