@@ -27,7 +27,12 @@ Batch = Mapping[str, jax.Array]
 - `segment_ids` int32 [B, T]: 0 is padding, documents of a row are 1, 2, ...; attention stays inside
   a segment. Absent when every row is one document without padding on its left;
 - `document_starts` int32 [B, M + 1] and `document_lengths` int32 [B, M]: the same segments as
-  offsets within the row, beside `segment_ids` only (what cuDNN's packed kernel wants).
+  offsets within the row, beside `segment_ids` only (what cuDNN's packed kernel wants);
+- `row_seeds` uint32 [B, 3]: seed of the run, number of the step (the first is 1) and place of the
+  row among the step's rows. Only for a model that asks for them (`StreamedModel.random`), and only
+  while it is trained: whatever is drawn from them and from the stage's index is the same for any
+  number of devices and microbatches, and when a layer is computed again;
+- `layer_index` int32 [1]: the layer that runs, beside `row_seeds` and in layer functions only.
 """
 
 
@@ -38,10 +43,12 @@ class Stage:
     Attributes:
       name: prefix of the stage's parameter names, `""` for none (`model.layers.3`).
       shapes: pytree of `jax.ShapeDtypeStruct`; the dtypes are ignored (masters are float32).
+      item: what a checkpoint calls the stage; empty for `name`.
     """
 
     name: str
     shapes: Any
+    item: str = ""
 
     def parameter_names(self) -> list[str]:
         """Full names: `name` and the tree path, joined by dots, in the order of the leaves."""
@@ -98,6 +105,7 @@ class StreamedModel:
       initial_value: (full parameter name, shape, seed) -> float32 array, for training from scratch;
         depends on nothing else, so chunking and device count do not change it.
       cached: the layers in a form that keeps keys and values, or None: no text can be generated.
+      random: the functions read `row_seeds`; without them they draw nothing (evaluation).
     """
 
     embed: Stage
@@ -111,6 +119,7 @@ class StreamedModel:
     vocab_size: int
     initial_value: Callable[[str, tuple[int, ...], int], np.ndarray]
     cached: CachedForm | None = None
+    random: bool = False
 
     def stages(self) -> tuple[Stage, ...]:
         """All stages in forward order."""

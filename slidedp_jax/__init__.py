@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from slidedp_jax.process import configure
 
 if TYPE_CHECKING:
+    from slidedp_jax.adapter.adapt import Adapted, adapt
     from slidedp_jax.errors import TrainingStopped, UserError
     from slidedp_jax.metrics import StepMetrics
     from slidedp_jax.trainer import Trainer
@@ -19,13 +20,24 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _LAZY = {
+    "Adapted": "slidedp_jax.adapter.adapt",
+    "adapt": "slidedp_jax.adapter.adapt",
     "Trainer": "slidedp_jax.trainer",
     "StepMetrics": "slidedp_jax.metrics",
     "UserError": "slidedp_jax.errors",
     "TrainingStopped": "slidedp_jax.errors",
 }
 
-__all__ = ["StepMetrics", "Trainer", "TrainingStopped", "UserError", "__version__", "configure"]
+__all__ = [
+    "Adapted",
+    "StepMetrics",
+    "Trainer",
+    "TrainingStopped",
+    "UserError",
+    "__version__",
+    "adapt",
+    "configure",
+]
 
 
 def __getattr__(name: str) -> Any:

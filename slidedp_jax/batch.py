@@ -41,6 +41,7 @@ def prepare(
     num_devices: int,
     rows_per_microbatch: int,
     documents_per_row: int = 1,
+    seed_and_step: tuple[int, int] | None = None,
 ) -> PreparedBatch:
     """Validate, shift labels, fill up with rows of zero weight and split into microbatches.
 
@@ -48,7 +49,8 @@ def prepare(
     rows is not a multiple of `num_devices * rows_per_microbatch`, padding rows without supervised
     tokens fill up; they change neither the loss nor the gradients. `documents_per_row` is the least
     number of documents for which offsets have room; the largest of a run keeps their shape, and so
-    the compiled programs, the same from step to step.
+    the compiled programs, the same from step to step. With `seed_and_step` the rows carry
+    `row_seeds` (see `models.streamed.Batch`).
 
     Raises:
       UserError: missing arrays, shapes that disagree, ids beyond the vocabulary, no supervision.
@@ -75,11 +77,21 @@ def prepare(
     if segment_ids is not None:
         starts, lengths = document_offsets(arrays["segment_ids"], documents_per_row)
         arrays |= {"document_starts": starts, "document_lengths": lengths}
+    if seed_and_step is not None:
+        arrays["row_seeds"] = row_seeds(*seed_and_step, len(arrays["input_ids"]))
     return PreparedBatch(
         microbatches=_split(arrays, num_devices * rows_per_microbatch),
         num_supervised=num_supervised,
         num_tokens=num_tokens,
     )
+
+
+def row_seeds(seed: int, step: int, num_rows: int) -> np.ndarray:
+    """What a step's random numbers depend on, uint32 [R, 3]: seed, step, place of the row."""
+    if not 0 <= seed < 2**32:
+        raise UserError(f"seed is {seed}; a model that draws random numbers needs 0 to 2**32 - 1")
+    place = np.arange(num_rows)
+    return np.stack([np.full(num_rows, seed), np.full(num_rows, step), place], 1).astype(np.uint32)
 
 
 def shift_labels(labels: np.ndarray, segment_ids: np.ndarray | None) -> np.ndarray:

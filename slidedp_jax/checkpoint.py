@@ -159,7 +159,7 @@ def _checkpointer() -> ocp.Checkpointer:
 
 
 def _item(stage: Stage) -> str:
-    return stage.name or "head"
+    return stage.item or stage.name or "head"
 
 
 def _stage_arrays(trainer: Trainer, stage: Stage) -> dict[str, dict[str, np.ndarray]]:

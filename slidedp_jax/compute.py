@@ -12,8 +12,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models.streamed import Cache, CachedFn, StreamedModel
 from slidedp_jax.chunk import ChunkLayout
@@ -71,6 +72,11 @@ class ComputePrograms:
             function, mesh=self._mesh, in_specs=inputs, out_specs=outputs, check_vma=False
         )
         return jax.jit(mapped, donate_argnums=tuple(donate))
+
+    def layer_index(self, index: int) -> jax.Array:
+        """A layer's index on every device, int32 [G], as the batches carry it."""
+        rows = NamedSharding(self._mesh, _ROWS)
+        return jax.device_put(np.full(self._mesh.size, index, np.int32), rows)
 
     def unpack(self, layout: ChunkLayout, arrays: tuple[tuple[jax.Array, ...], ...]) -> Any:
         """Fetched arrays of a chunk -> one parameter tree per stage, in the compute dtype.
@@ -197,8 +203,11 @@ class ComputePrograms:
 
 
 def _apply(layer_fns: LayerFns, trees: Any, x: jax.Array, batch: Any) -> jax.Array:
-    for layer_fn, params in zip(layer_fns, trees, strict=True):
-        x = layer_fn(params, x, batch)
+    for index, (layer_fn, params) in enumerate(zip(layer_fns, trees, strict=True)):
+        own = batch
+        if "layer_index" in batch:
+            own = {**batch, "layer_index": batch["layer_index"] + index}
+        x = layer_fn(params, x, own)
     return x
 
 

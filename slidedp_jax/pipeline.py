@@ -70,6 +70,7 @@ class Pipeline:
         self._tracer = tracer
         self._head = len(layouts) - 1
         self._embed_reads_values: bool | None = None
+        self._layer_indices: dict[int, jax.Array] = {}
 
     def step(
         self,
@@ -197,7 +198,7 @@ class Pipeline:
             with self._tracer.span("compute", f"forward {self._layouts[chunk].name}"):
                 forward = self._programs.forward(self._layer_fns[chunk - 1])
                 xs = [
-                    forward(trees, x, batch)
+                    forward(trees, x, self._of_chunk(chunk, batch))
                     for x, batch in zip(previous, microbatches, strict=True)
                 ]
             if keep_last:
@@ -248,9 +249,18 @@ class Pipeline:
         out, sums = [], None
         with self._tracer.span("compute", f"backward {self._layouts[chunk].name}"):
             for x, dx, batch in zip(xs, dxs, microbatches, strict=True):
-                below, sums = program(trees, x, dx, batch, sums)
+                below, sums = program(trees, x, dx, self._of_chunk(chunk, batch), sums)
                 out.append(below)
         return out, sums
+
+    def _of_chunk(self, chunk: int, batch: DeviceBatch) -> DeviceBatch:
+        """The batch with the index of the chunk's first layer, where random numbers are drawn."""
+        if "row_seeds" not in batch:
+            return batch
+        if chunk not in self._layer_indices:
+            first = sum(len(fns) for fns in self._layer_fns[: chunk - 1])
+            self._layer_indices[chunk] = self._programs.layer_index(first)
+        return {**batch, "layer_index": self._layer_indices[chunk]}
 
     def _embed_pass(
         self,

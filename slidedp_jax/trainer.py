@@ -42,7 +42,7 @@ class Trainer:
       strategy: chunking, routes and policies, as planned by `slidedp_jax.planning`.
       parameters: starting weights: a mapping from full name to array, a function that is called
         with `write(name, array)`, or None for `model.initial_value`.
-      seed: of the starting weights where `parameters` is None.
+      seed: of the starting weights where `parameters` is None, and of dropout.
       max_grad_norm: limit of the global gradient norm, exact; None for none.
       on_nonfinite: "stop" at a non-finite gradient norm, or "skip" the step.
       documents_per_row: most documents that any packed row will hold; fewer than occur costs
@@ -75,6 +75,7 @@ class Trainer:
         self.model = model
         self.step_count = 0
         self._documents_per_row = documents_per_row
+        self._seed = seed
         self._tracer = tracer or Tracer()
         devices, host_devices = current_setup().devices()
         self._devices = _first(devices, num_devices)
@@ -155,7 +156,7 @@ class Trainer:
           UserError: the batch does not fit the model.
           TrainingStopped: an update failed or a gradient was not finite.
         """
-        prepared = self.prepare(batch)
+        prepared = self.prepare(batch, training=True)
         step = self.step_count + 1
         self.weights.require(self.step_count)
         try:
@@ -275,14 +276,19 @@ class Trainer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def prepare(self, batch: Mapping[str, np.ndarray]) -> PreparedBatch:
-        """Validate a batch and split it into this trainer's microbatches."""
+    def prepare(self, batch: Mapping[str, np.ndarray], *, training: bool = False) -> PreparedBatch:
+        """Validate a batch and split it into this trainer's microbatches.
+
+        For training, the rows of a model that draws random numbers carry the next step's seeds.
+        """
+        draws = training and self.model.random
         return prepare(
             batch,
             vocab_size=self.model.vocab_size,
             num_devices=len(self._devices),
             rows_per_microbatch=self.strategy.rows_per_microbatch,
             documents_per_row=self._documents_per_row,
+            seed_and_step=(self._seed, self.step_count + 1) if draws else None,
         )
 
     def _place(self, prepared: PreparedBatch) -> list[dict[str, jax.Array]]:

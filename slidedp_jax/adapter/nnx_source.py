@@ -1,0 +1,224 @@
+"""Flax NNX models: split once, merged inside traces around the user's own unchanged code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from slidedp_jax.adapter.paths import layer_nodes, named_leaves
+from slidedp_jax.adapter.source import Key, Source, Tree, check_names, like, shape_of
+from slidedp_jax.errors import UserError
+
+
+def from_nnx(
+    model: nnx.Module,
+    *,
+    layers: str | Sequence[str],
+    embed: Callable[..., jax.Array],
+    layer: Callable[..., jax.Array] | Sequence[Callable[..., jax.Array]],
+    head_loss: Callable[..., jax.Array],
+    head_logits: Callable[..., jax.Array] | None,
+    dropout: bool,
+) -> Source:
+    """An NNX module; see `slidedp_jax.adapter.adapt`."""
+    nodes = layer_nodes(model, layers, _is_layer)
+    fns = list(layer) if isinstance(layer, Sequence) else [layer] * len(nodes)
+    if len(fns) != len(nodes):
+        raise UserError(f"layer= has {len(fns)} functions for {len(nodes)} layers; give one each")
+    _refuse_shared(model, nodes)
+    whole = Split(model, dropout)
+    variables = dict(_parameters(model))
+    assert variables.keys() == named_leaves(whole.tree).keys()
+    splits = [Split(node, dropout) for node in nodes.values()]
+    shared: list[tuple[Any, Split, Callable[..., Any]]] = []
+    layer_fns = []
+    for fn, split in zip(fns, splits, strict=True):
+        same = [made for f, other, made in shared if f is fn and other.equals(split)]
+        if not same:
+            same = [split.wrap(fn, "layer")]
+            shared.append((fn, split, same[0]))
+        layer_fns.append(same[0])
+    logits = None
+    if head_logits is not None:
+        wrapped = whole.wrap(lambda module, x, batch: head_logits(module, x), "head_logits")
+
+        def logits(tree: Tree, x: jax.Array) -> jax.Array:
+            return wrapped(tree, x, {}, None)
+
+    def write_back(parameters: Mapping[str, np.ndarray]) -> nnx.Module:
+        check_names(parameters, variables)
+        new = [
+            like(parameters[name], variables[name].get_raw_value())
+            for name in named_leaves(whole.tree)
+        ]
+        nnx.update(model, jax.tree.unflatten(jax.tree.structure(whole.tree), new))
+        return model
+
+    return Source(
+        tree=whole.tree,
+        value=lambda name: variables[name].get_raw_value(),
+        layers={path: split.tree for path, split in zip(nodes, splits, strict=True)},
+        embed=whole.wrap(embed, "embed"),
+        layer_fns=tuple(layer_fns),
+        head_loss=whole.wrap(head_loss, "head_loss"),
+        head_logits=logits,
+        write_back=write_back,
+    )
+
+
+class Split:
+    """A module's structure, the shapes of its parameters, and the rest of its state as constants.
+
+    Attributes:
+      tree: `jax.ShapeDtypeStruct` of each `nnx.Param`, nested as in the module.
+    """
+
+    def __init__(self, module: nnx.Module, dropout: bool):
+        self._graph, parameters, keys, counts, rest = nnx.split(
+            module, nnx.Param, nnx.RngKey, nnx.RngCount, ...
+        )
+        self.tree: Tree = jax.tree.map(shape_of, nnx.to_pure_dict(parameters))
+        self._keys = jax.tree.map(_key_constant, nnx.to_pure_dict(keys))
+        self._counts = jax.tree.map(np.asarray, nnx.to_pure_dict(counts))
+        self._rest = jax.tree.map(_constant, nnx.to_pure_dict(rest))
+        self._dropout = dropout
+
+    def equals(self, other: Split) -> bool:
+        """Whether both are the same code over parameters of the same shapes."""
+        if self._graph != other._graph or self.tree != other.tree:
+            return False
+        mine, theirs = jax.tree.flatten(self._rest), jax.tree.flatten(other._rest)
+        return mine[1] == theirs[1] and all(
+            a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+            for a, b in zip(mine[0], theirs[0], strict=True)
+        )
+
+    def wrap(self, fn: Callable[..., Any], what: str) -> Callable[..., Any]:
+        """`fn(module, ...)` as a function of (tree, ..., key) that may change no state.
+
+        Without a key, a model with dropout runs as `module.eval()` sets it.
+        """
+
+        def call(tree: Tree, *arguments: Any) -> Any:
+            *rest, key = arguments
+            module = self._merge(tree, key)
+            if self._dropout and key is None:
+                module.eval()
+            before = _values(module)
+            result = fn(module, *rest)
+            self._check_unchanged(before, _values(module), what, drawn=key is not None)
+            return result
+
+        return call
+
+    def _merge(self, tree: Tree, key: Key) -> nnx.Module:
+        own, treedef = jax.tree.flatten(self._keys)
+        counts = self._counts
+        if key is None:
+            streams = [jax.random.wrap_key_data(one.data, impl=one.impl) for one in own]
+        else:
+            streams = [jax.random.fold_in(key, index) for index in range(len(own))]
+            counts = jax.tree.map(jnp.zeros_like, counts)
+        keys = jax.tree.unflatten(treedef, streams)
+        return nnx.merge(self._graph, _union(_union(tree, self._rest), _union(keys, counts)))
+
+    def _check_unchanged(
+        self, before: dict[Any, Any], after: dict[Any, Any], what: str, *, drawn: bool
+    ) -> None:
+        changed = [
+            path for path in after if path not in before or after[path][1] is not before[path][1]
+        ]
+        draws = [path for path in changed if issubclass(after[path][0], nnx.RngState)]
+        others = [path for path in changed if path not in draws]
+        if others:
+            listed = ", ".join(f"{'.'.join(map(str, p))} ({after[p][0].__name__})" for p in others)
+            raise UserError(
+                f"{what} changed the module's state while running: {listed}. Streamed layers are "
+                "computed twice and on several devices, so nothing but parameters may change, and "
+                "those only in the update. Use layers without running statistics (LayerNorm or "
+                "RMSNorm for BatchNorm, or model.eval() to freeze them), call the layer without a "
+                "cache, and sow nothing"
+            )
+        if draws and not drawn and not self._dropout:
+            listed = ", ".join(".".join(map(str, path)) for path in draws)
+            raise UserError(
+                f"{what} draws random numbers ({listed}). Pass dropout=True to adapt(), so that "
+                "they depend on seed, step, row and layer alone, or switch them off with "
+                "model.eval()"
+            )
+
+
+class _KeyData:
+    """A PRNG key as plain numbers, usable in any trace."""
+
+    def __init__(self, key: jax.Array):
+        self.data = np.asarray(jax.random.key_data(key))
+        self.impl = jax.random.key_impl(key)
+
+
+def _key_constant(key: Any) -> Any:
+    return _KeyData(key) if isinstance(key, jax.Array) else _KeyData(jax.random.key(0))
+
+
+def _constant(value: Any) -> np.ndarray:
+    if isinstance(value, jax.ShapeDtypeStruct):
+        raise UserError(
+            f"the model has a state of shape {value.shape} and {value.dtype} that is no nnx.Param "
+            "and has no value; build the model with values (not under nnx.eval_shape)"
+        )
+    return np.asarray(value)
+
+
+def _values(module: nnx.Module) -> dict[Any, tuple[type, Any]]:
+    """Type and raw value of each state variable by path."""
+    return {
+        path: (type(leaf), leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf)
+        for path, leaf in nnx.to_flat_state(nnx.state(module))
+    }
+
+
+def _union(left: Any, right: Any) -> Any:
+    """Two nested dicts without a common leaf as one."""
+    merged = dict(left)
+    for key, value in right.items():
+        merged[key] = _union(merged[key], value) if key in merged else value
+    return merged
+
+
+def _is_layer(node: Any) -> bool:
+    return isinstance(node, nnx.Module) and not isinstance(node, Sequence | Mapping)
+
+
+def _refuse_shared(model: nnx.Module, nodes: Mapping[str, nnx.Module]) -> None:
+    """A variable belongs to one layer, or to no layer."""
+    owners: dict[int, str] = {}
+    for path, node in nodes.items():
+        for inner, variable in _parameters(node):
+            name = f"{path}.{inner}"
+            first = owners.setdefault(id(variable), name)
+            if first != name:
+                raise _shared(first, name)
+    for name, variable in _parameters(model):
+        if owners.get(id(variable), name) != name:
+            raise _shared(owners[id(variable)], name)
+
+
+def _parameters(module: nnx.Module) -> list[tuple[str, nnx.Variable]]:
+    return [
+        (".".join(map(str, path)), node)
+        for path, node in nnx.iter_graph(module)
+        if isinstance(node, nnx.Param)
+    ]
+
+
+def _shared(first: str, second: str) -> UserError:
+    return UserError(
+        f"{first} and {second} are one parameter. A layer's parameters travel and are updated with "
+        "that layer, so none may be shared between layers or with the rest of the model (embedding "
+        "and head may share). Give each layer its own nnx.Param"
+    )

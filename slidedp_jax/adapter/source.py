@@ -1,0 +1,93 @@
+"""What every kind of user's model is brought to before it becomes stages.
+
+Functions take the tree that they may read, then what the runtime hands on. `key` is a PRNG key
+while a model that draws random numbers is trained, else None. Letters: B rows, T tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from models.streamed import Batch
+from slidedp_jax.errors import UserError
+
+Tree = Any
+Key = jax.Array | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A model as one tree of parameters and functions over it.
+
+    Attributes:
+      tree: shapes of all parameters, `jax.ShapeDtypeStruct`.
+      value: name -> what the user's model holds now, an array or its shape.
+      layers: shapes of each layer's parameters by dotted path, bottom first.
+      embed: (tree, batch, key) -> x [B, T, D].
+      layer_fns: per layer (layer tree, x, batch, key) -> x; equal layers share one object.
+      head_loss: (tree, x, batch, key) -> scalar.
+      head_logits: (tree, x) -> logits [B, T, V], or None.
+      write_back: masters by name -> the user's model with them.
+    """
+
+    tree: Tree
+    value: Callable[[str], Any]
+    layers: Mapping[str, Tree]
+    embed: Callable[[Tree, Batch, Key], jax.Array]
+    layer_fns: tuple[Callable[[Tree, jax.Array, Batch, Key], jax.Array], ...]
+    head_loss: Callable[[Tree, jax.Array, Batch, Key], jax.Array]
+    head_logits: Callable[[Tree, jax.Array], jax.Array] | None
+    write_back: Callable[[Mapping[str, np.ndarray]], Any]
+
+
+class Rows(dict[str, Any]):
+    """The arrays of the rows at hand; what is not there is asked for in vain, but helpfully."""
+
+    def __missing__(self, name: str) -> Any:
+        hint = {
+            "segment_ids": "rows are packed or padded only where the batches have segment_ids; "
+            "read batch.get('segment_ids'), or pass packed=True to adapt() if all have them",
+            "key": "random numbers are drawn only in training and with dropout=True; read "
+            "batch.get('key')",
+            "labels": "read batch['targets']: the labels, already shifted by one",
+        }
+        raise UserError(
+            f"a model function asked for batch[{name!r}]; the batch has {sorted(self)}. "
+            + hint.get(name, "The names are those of slidedp_jax.batch")
+        )
+
+
+def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    """A leaf without its values."""
+    return jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype)
+
+
+def like(value: np.ndarray, old: Any) -> Any:
+    """A master as the kind of array that the user had: its dtype and its devices."""
+    value = np.asarray(value).astype(old.dtype)
+    if isinstance(old, np.ndarray):
+        return value
+    if isinstance(old, jax.Array):
+        return jax.device_put(value, old.sharding)
+    return jax.numpy.asarray(value)
+
+
+def check_names(parameters: Mapping[str, np.ndarray], names: Mapping[str, Any]) -> None:
+    """Masters and model have the same parameters.
+
+    Raises:
+      UserError: some are missing or unknown.
+    """
+    missing, unknown = names.keys() - parameters.keys(), parameters.keys() - names.keys()
+    if missing or unknown:
+        raise UserError(
+            f"write_back got {len(parameters)} parameters for a model of {len(names)}: "
+            f"{len(missing)} are missing (such as {min(missing, default='none')}), {len(unknown)} "
+            f"unknown (such as {min(unknown, default='none')}); pass trainer.parameters() of this "
+            "very model"
+        )

@@ -1,0 +1,88 @@
+"""Models that are a pytree of parameters and functions, Flax Linen's among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from slidedp_jax.adapter.paths import layer_nodes, named_leaves
+from slidedp_jax.adapter.source import Rows, Source, Tree, check_names, like, shape_of
+from slidedp_jax.errors import UserError
+
+_LINEN_STATE = {"batch_stats", "cache", "intermediates", "losses"}
+
+
+def from_tree(
+    tree: Tree,
+    *,
+    layers: str | Sequence[str],
+    embed: Callable[..., jax.Array],
+    layer: Callable[..., jax.Array] | Sequence[Callable[..., jax.Array]],
+    head_loss: Callable[..., jax.Array],
+    head_logits: Callable[..., jax.Array] | None,
+) -> Source:
+    """A pytree of arrays or shapes and functions over it; see `slidedp_jax.adapter.adapt`."""
+    state = _LINEN_STATE & set(tree) if isinstance(tree, Mapping) else set()
+    if state:
+        raise UserError(
+            f"the variables hold the collections {sorted(state)}, which a forward pass changes; "
+            "only parameters are trained. Pass variables['params'], and use layers without such "
+            "state (LayerNorm or RMSNorm for BatchNorm, no cache)"
+        )
+    nodes = layer_nodes(tree, layers, lambda node: hasattr(node, "shape"))
+    fns = list(layer) if isinstance(layer, Sequence) else [layer] * len(nodes)
+    if len(fns) != len(nodes):
+        raise UserError(f"layer= has {len(fns)} functions for {len(nodes)} layers; give one each")
+    _refuse_shared(tree)
+    shared: dict[Any, Callable[..., jax.Array]] = {}
+    layer_fns = tuple(
+        shared.setdefault((fn, _structure(node)), _with_key(fn))
+        for fn, node in zip(fns, nodes.values(), strict=True)
+    )
+    names = named_leaves(tree)
+
+    def write_back(parameters: Mapping[str, np.ndarray]) -> Tree:
+        check_names(parameters, names)
+        new = [like(parameters[name], old) for name, old in names.items()]
+        return jax.tree.unflatten(jax.tree.structure(tree), new)
+
+    return Source(
+        tree=jax.tree.map(shape_of, tree),
+        value=names.__getitem__,
+        layers=jax.tree.map(shape_of, nodes),
+        embed=_with_key(embed),
+        layer_fns=layer_fns,
+        head_loss=_with_key(head_loss),
+        head_logits=head_logits,
+        write_back=write_back,
+    )
+
+
+def _with_key(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The last argument but the key is the batch; a key becomes `batch["key"]`."""
+
+    def call(*arguments: Any) -> Any:
+        *before, batch, key = arguments
+        return fn(*before, batch if key is None else Rows(batch, key=key))
+
+    return call
+
+
+def _structure(node: Tree) -> Any:
+    shapes = tuple((leaf.shape, leaf.dtype) for leaf in map(shape_of, jax.tree.leaves(node)))
+    return jax.tree.structure(node), shapes
+
+
+def _refuse_shared(tree: Tree) -> None:
+    """One array at two places would be trained as two."""
+    seen: dict[int, str] = {}
+    for name, leaf in named_leaves(tree).items():
+        if not isinstance(leaf, jax.ShapeDtypeStruct) and seen.setdefault(id(leaf), name) != name:
+            raise UserError(
+                f"{seen[id(leaf)]} and {name} are one array, which would be trained as two. Shared "
+                "weights must be one leaf that the functions read (embedding and head may both "
+                "read it, layers may not); copy one of them if they are to be trained apart"
+            )

@@ -1,0 +1,127 @@
+"""google-tunix's Qwen3 and Qwen2, unmodified: streamed training is training in memory.
+
+The reference calls the whole module, as its author meant it, under jax.grad and plain optax.
+"""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from plain_steps import next_token_loss, token_batches
+from plain_steps import train as train_plainly
+from streamed_steps import adamw, assert_equal_training, train
+
+import slidedp_jax
+from models.loss import cross_entropy_sum
+from slidedp_jax.adapter.paths import named_leaves
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # its own imports are deprecated ones
+    reason = "google-tunix is not installed; scripts/test.sh does it"
+    qwen3 = pytest.importorskip("tunix.models.qwen3.model", reason=reason, exc_type=ImportError)
+    qwen2 = pytest.importorskip("tunix.models.qwen2.model", reason=reason, exc_type=ImportError)
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of tunix's own code
+
+VOCAB, ROWS, TOKENS, STEPS = 61, 6, 10, 5
+SIZES = {
+    "num_layers": 3,
+    "vocab_size": VOCAB,
+    "embed_dim": 32,
+    "hidden_dim": 48,
+    "num_heads": 4,
+    "head_dim": 16,
+    "num_kv_heads": 2,
+    "rope_theta": 10_000,
+    "norm_eps": 1e-6,
+}
+
+
+def build(family: str, tied: bool) -> nnx.Module:
+    config_class, model_class = {
+        "qwen3": (qwen3.ModelConfig, qwen3.Qwen3),
+        "qwen2": (qwen2.ModelConfig, qwen2.Qwen2),
+    }[family]
+    return model_class(config_class(**SIZES, use_tied_embedding=tied), rngs=nnx.Rngs(5))
+
+
+def causal_mask(tokens: int) -> jax.Array:
+    return jnp.tril(jnp.ones((1, tokens, tokens), bool))
+
+
+def adapt(model: nnx.Module) -> slidedp_jax.Adapted:
+    def layer(module, x, batch):
+        return module(x, batch["positions"], None, causal_mask(x.shape[1]))[1]
+
+    def head_loss(module, x, batch):
+        if module.config.use_tied_embedding:
+            output = module.embedder.input_embedding[...]
+        else:
+            output = module.lm_head.w[...].T
+        x = module.final_norm(x).reshape(-1, x.shape[-1])
+        return cross_entropy_sum(x, output, batch["targets"].reshape(-1), chunk_tokens=16)
+
+    with jax.numpy_rank_promotion("allow"):
+        return slidedp_jax.adapt(
+            model,
+            layers="layers",
+            embed=lambda module, batch: module.embedder.encode(batch["input_ids"]),
+            layer=layer,
+            head_loss=head_loss,
+            vocab_size=VOCAB,
+        )
+
+
+def plainly(model: nnx.Module, batches):
+    graph, parameters = nnx.split(model)
+    positions = jnp.tile(jnp.arange(TOKENS), (ROWS, 1))
+
+    def loss(parameters, batch, number):
+        module = nnx.merge(graph, parameters)
+        logits, _ = module(batch["input_ids"], positions, None, causal_mask(TOKENS))
+        return next_token_loss(logits, batch["labels"])
+
+    with jax.numpy_rank_promotion("allow"):
+        losses, parameters = train_plainly(loss, parameters, adamw(), batches)
+    return losses, named_leaves(nnx.to_pure_dict(parameters))
+
+
+@pytest.fixture(scope="module")
+def reference():
+    runs = {}
+
+    def run(family: str, tied: bool):
+        if (family, tied) not in runs:
+            batches = token_batches(VOCAB, ROWS, TOKENS, STEPS)
+            runs[family, tied] = plainly(build(family, tied), batches)
+        return runs[family, tied]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "devices", "layers"),
+    [
+        ("qwen3", True, 1, 1),
+        ("qwen3", True, 3, 2),
+        ("qwen3", False, 3, 1),
+        ("qwen2", False, 1, 2),
+        ("qwen2", True, 3, 1),
+    ],
+)
+def test_streamed_training_equals_training_of_the_module(family, tied, devices, layers, reference):
+    model = build(family, tied)
+    adapted = adapt(model)
+    assert adapted.model.tied == tied
+    assert len(set(adapted.model.layer_fns)) == 1
+    batches = token_batches(VOCAB, ROWS, TOKENS, STEPS)
+    losses, parameters = train(adapted, batches, devices=devices, layers=layers)
+    assert_equal_training(losses, parameters, *reference(family, tied))
+    assert adapted.write_back(parameters) is model
+    held = named_leaves(nnx.to_pure_dict(nnx.state(model)))
+    assert held.keys() == parameters.keys()
+    for name, values in parameters.items():
+        np.testing.assert_array_equal(held[name], values)
