@@ -54,7 +54,7 @@ class Stage:
         """Full names: `name` and the tree path, joined by dots, in the order of the leaves."""
         paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(self.shapes)[0]]
         inner = [jax.tree_util.keystr(path, simple=True, separator=".") for path in paths]
-        return [f"{self.name}.{leaf}" if self.name else leaf for leaf in inner]
+        return [".".join(part for part in (self.name, leaf) if part) for leaf in inner]
 
 
 Cache = Any

@@ -233,7 +233,9 @@ class _Sizes:
     @property
     def logits(self) -> float:
         """The logits of one loss chunk and what is made of them."""
-        tokens = min(self._strategy.loss_chunk_tokens, self._tokens)
+        tokens = self._tokens
+        if not self._workload.whole_logits:
+            tokens = min(self._strategy.loss_chunk_tokens, tokens)
         return 4.0 * LOGITS_COPIES * tokens * self._workload.vocab_size
 
     @property

@@ -116,6 +116,7 @@ class Workload:
       tied: the output projection is the embedding.
       hidden_size: width of what passes between stages, D.
       vocab_size: V.
+      whole_logits: the loss holds the logits of a whole microbatch at once, not of a loss chunk.
     """
 
     name: str
@@ -125,6 +126,7 @@ class Workload:
     tied: bool
     hidden_size: int
     vocab_size: int
+    whole_logits: bool = False
 
     def __post_init__(self) -> None:
         """Rejects a model without layers."""

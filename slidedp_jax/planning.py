@@ -56,7 +56,7 @@ def _bytes_limit(device: jax.Device) -> int:
 
 
 def plan_for(
-    config: ModelConfig,
+    model: ModelConfig | Workload,
     *,
     rows_per_step: int,
     tokens_per_row: int,
@@ -72,7 +72,8 @@ def plan_for(
     """The fastest strategy for this process's devices that fits the budgets.
 
     Args:
-      config: the model.
+      model: a described decoder, or what was measured of another
+        (`slidedp_jax.adapter.workload.measured_workload`).
       rows_per_step: rows of one optimizer step, over all devices and microbatches.
       tokens_per_row: tokens of a row, padding included.
       max_grad_norm: the limit that the trainer will be given; None allows eager updates.
@@ -95,7 +96,7 @@ def plan_for(
         choices = replace(choices, num_host_devices=host_devices)
     try:
         return plan(
-            Workload.from_config(config),
+            model if isinstance(model, Workload) else Workload.from_config(model),
             BatchShape(num_rows=rows_per_step, seq_length=tokens_per_row),
             hardware,
             update_policy=update_policy or ("eager" if max_grad_norm is None else "deferred"),

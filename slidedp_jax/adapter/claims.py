@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from models.streamed import Stage
 from slidedp_jax.adapter.paths import named_leaves
 from slidedp_jax.adapter.randomness import IMPLEMENTATION
 from slidedp_jax.adapter.source import Rows, Source
@@ -76,7 +77,9 @@ def claim(source: Source, *, tokens_per_row: int, packed: bool, dropout: bool) -
     _check_loss(head.result)
     names = named_leaves(source.tree)
     in_layers = {
-        f"{path}.{name}" for path, tree in source.layers.items() for name in named_leaves(tree)
+        name
+        for path, tree in source.layers.items()
+        for name in Stage(name=path, shapes=tree).parameter_names()
     }
     _check_claims(set(names), in_layers, embed.reads, head.reads)
     own = head.reads - embed.reads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -84,7 +85,7 @@ class Split:
         )
         self.tree: Tree = jax.tree.map(shape_of, nnx.to_pure_dict(parameters))
         self._keys = jax.tree.map(_key_constant, nnx.to_pure_dict(keys))
-        self._counts = jax.tree.map(np.asarray, nnx.to_pure_dict(counts))
+        self._counts = jax.tree.map(_count, nnx.to_pure_dict(counts))
         self._rest = jax.tree.map(_constant, nnx.to_pure_dict(rest))
         self._dropout = dropout
 
@@ -118,14 +119,15 @@ class Split:
 
     def _merge(self, tree: Tree, key: Key) -> nnx.Module:
         own, treedef = jax.tree.flatten(self._keys)
-        counts = self._counts
+        counts, rest = jax.tree.map(jnp.asarray, (self._counts, self._rest))
         if key is None:
             streams = [jax.random.wrap_key_data(one.data, impl=one.impl) for one in own]
         else:
-            streams = [jax.random.fold_in(key, index) for index in range(len(own))]
+            names = named_leaves(self._keys)
+            streams = [jax.random.fold_in(key, zlib.crc32(name.encode())) for name in names]
             counts = jax.tree.map(jnp.zeros_like, counts)
         keys = jax.tree.unflatten(treedef, streams)
-        return nnx.merge(self._graph, _union(_union(tree, self._rest), _union(keys, counts)))
+        return nnx.merge(self._graph, _union(_union(tree, rest), _union(keys, counts)))
 
     def _check_unchanged(
         self, before: dict[Any, Any], after: dict[Any, Any], what: str, *, drawn: bool
@@ -163,6 +165,10 @@ class _KeyData:
 
 def _key_constant(key: Any) -> Any:
     return _KeyData(key) if isinstance(key, jax.Array) else _KeyData(jax.random.key(0))
+
+
+def _count(value: Any) -> np.ndarray:
+    return np.asarray(value) if isinstance(value, jax.Array) else np.zeros((), value.dtype)
 
 
 def _constant(value: Any) -> np.ndarray:

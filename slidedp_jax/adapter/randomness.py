@@ -2,6 +2,8 @@
 
 The key of a row in a stage is `fold_in` of seed, step, the row's place in the step and the stage's
 place in forward order (embedding 0, layer i at i + 1, head after the last layer), in this order.
+A random stream of an NNX module starts at that key with the CRC-32 of the stream's path in the
+module (`drop.rngs.key`) folded in.
 A function that draws is run row by row under `vmap`, so that what one row draws does not depend on
 the rows beside it: the same on any number of devices, in any microbatch, and when recomputed.
 """

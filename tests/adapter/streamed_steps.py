@@ -30,10 +30,10 @@ def strategy(devices: int, rows: int, *, microbatches: int = 1, layers: int = 1)
     )
 
 
-def train(adapted: Adapted, batches, *, devices: int, **changes):
+def train(adapted: Adapted, batches, *, devices: int, seed: int = 0, **changes):
     """Losses of every step and the last weights by name."""
     plan = strategy(devices, len(batches[0]["input_ids"]), **changes)
-    options = {"max_grad_norm": None, "num_devices": devices, "kernel_form": "whole"}
+    options = {"max_grad_norm": None, "num_devices": devices, "kernel_form": "whole", "seed": seed}
     with (
         jax.numpy_rank_promotion("allow"),
         Trainer(adapted.model, adamw(), strategy=plan, **options) as trainer,

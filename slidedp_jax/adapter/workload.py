@@ -1,0 +1,207 @@
+"""An adapted model as the planner sees it: parameters from shapes, work and memory measured.
+
+Operations are counted in the traced programs at two row lengths, which tells what grows with the
+tokens (products with weights) from what grows with their square (attention). Memory and traffic
+come from XLA's own account of the compiled layer for one and for two rows: what the second row adds
+is what rows cost. Letters: T tokens of a row, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from models.streamed import Stage, StreamedModel
+from planner.workload import StageWork, Workload, parameter_groups
+from slidedp_jax.adapter.claims import example_batch
+from slidedp_jax.adapter.matmul_flops import matmul_flops
+
+LOGITS_BYTES = 4
+
+
+def measured_workload(
+    model: StreamedModel,
+    *,
+    tokens_per_row: int,
+    compute_dtype: str = "bfloat16",
+    packed: bool = False,
+    name: str = "adapted model",
+) -> Workload:
+    """What a step of `model` costs on this process's first device, per stage and token.
+
+    Compiles forward and backward of each distinct layer, and the head, for two small batches of
+    rows as long as those of the run: for a model whose attention keeps all scores, memory per token
+    grows with the row.
+
+    Args:
+      model: an adapted model (`slidedp_jax.adapt(...).model`).
+      tokens_per_row: T of the run.
+      compute_dtype: dtype of the parameters that the functions are given.
+      packed: the batches have `segment_ids`.
+      name: for reports.
+
+    Returns:
+      Workload. Attention is counted as executed, so an MFU that is made of it counts masked pairs
+      that the model computes nevertheless.
+    """
+    probe = _Probe(model, tokens_per_row, jnp.dtype(compute_dtype), packed)
+    layers: dict[Any, StageWork] = {}
+    for stage, fn in zip(model.layers, model.layer_fns, strict=True):
+        if fn not in layers:
+            layers[fn] = probe.layer(stage, fn)
+    head, whole_logits = probe.head()
+    return Workload(
+        name=name,
+        embed=StageWork(
+            name="embed",
+            group_parameters=_groups(model.embed),
+            elementwise_elements=2 * probe.hidden_size,
+        ),
+        layers=tuple(layers[fn] for fn in model.layer_fns),
+        head=head,
+        tied=model.tied,
+        hidden_size=probe.hidden_size,
+        vocab_size=model.vocab_size,
+        whole_logits=whole_logits,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Growth:
+    """What one more row adds, in elements of the compute dtype per token."""
+
+    workspace: int
+    traffic: int
+
+
+class _Probe:
+    """Traces and compiles one model's functions on batches of chosen shapes."""
+
+    def __init__(self, model: StreamedModel, tokens: int, dtype: jnp.dtype, packed: bool):
+        self._model = model
+        self._tokens = tokens
+        self._dtype = dtype
+        self._packed = packed
+        self.hidden_size = self._hidden(1, tokens).shape[-1]
+
+    def layer(self, stage: Stage, fn: Callable[..., jax.Array]) -> StageWork:
+        """Work of one layer."""
+        params = self._params(stage)
+
+        def forward(rows: int, tokens: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+            return fn, (params, self._hidden(rows, tokens), self._batch(rows, tokens))
+
+        def backward(rows: int, tokens: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+            x, batch = self._hidden(rows, tokens), self._batch(rows, tokens)
+
+            def run(params: Any, x: jax.Array, dy: jax.Array, batch: Any) -> Any:
+                return jax.vjp(lambda p, h: fn(p, h, batch), params, x)[1](dy)
+
+            return run, (params, x, jax.eval_shape(fn, params, x, batch), batch)
+
+        linear, quadratic = self._flops(forward)
+        ahead, back = self._growth(forward), self._growth(backward)
+        residuals = min(self._residuals(fn, params), back.workspace)
+        return StageWork(
+            name="layers",
+            group_parameters=_groups(stage),
+            matmul_parameters=round(linear / 2),
+            # The planner counts T^2 / 2 pairs of 4 operations per head and dim.
+            attention_heads=1 if quadratic else 0,
+            attention_head_dim=round(quadratic / 2),
+            residual_elements=residuals,
+            forward_workspace_elements=ahead.workspace,
+            backward_workspace_elements=back.workspace - residuals,
+            elementwise_elements=ahead.traffic,
+        )
+
+    def head(self) -> tuple[StageWork, bool]:
+        """Work of the head, and whether its loss keeps the logits of all tokens at once."""
+        model = self._model
+        params = self._params(model.head)
+        embed = self._params(model.embed) if model.tied else None
+
+        def forward(rows: int, tokens: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+            arguments = (params, embed, self._hidden(rows, tokens), self._batch(rows, tokens))
+            return model.head_loss_fn, arguments
+
+        def backward(rows: int, tokens: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+            _, arguments = forward(rows, tokens)
+
+            def run(head: Any, embed: Any, x: jax.Array, batch: Any) -> Any:
+                return jax.grad(lambda h, e, y: model.head_loss_fn(h, e, y, batch), (0, 1, 2))(
+                    head, embed, x
+                )
+
+            return run, arguments
+
+        linear, _ = self._flops(forward)
+        logits = model.vocab_size * LOGITS_BYTES / self._dtype.itemsize
+        work = StageWork(
+            name="head",
+            group_parameters=_groups(model.head),
+            matmul_parameters=round(linear / 2),
+            elementwise_elements=4 * self.hidden_size,
+        )
+        return work, self._growth(backward).workspace > logits / 2
+
+    def _flops(self, make: Callable[..., Any]) -> tuple[float, float]:
+        """Operations a and b of a T + b T^2 for one row of T tokens."""
+        t = self._tokens
+        one, two = (
+            matmul_flops(jax.make_jaxpr(fn)(*arguments))
+            for fn, arguments in (make(1, t), make(1, 2 * t))
+        )
+        quadratic = max(0.0, (two - 2 * one) / (2 * t**2))
+        return one / t - quadratic * t, quadratic
+
+    def _growth(self, make: Callable[..., Any]) -> _Growth:
+        temporaries, traffic = [], []
+        for rows in (1, 2):
+            fn, arguments = make(rows, self._tokens)
+            compiled = jax.jit(fn).lower(*arguments).compile()
+            temporaries.append(compiled.memory_analysis().temp_size_in_bytes)
+            traffic.append(compiled.cost_analysis().get("bytes accessed", 0.0))
+
+        def per_token(figures: list[float]) -> int:
+            added = max(0.0, figures[1] - figures[0])
+            return math.ceil(added / (self._tokens * self._dtype.itemsize))
+
+        return _Growth(workspace=per_token(temporaries), traffic=per_token(traffic))
+
+    def _residuals(self, fn: Callable[..., jax.Array], params: Any) -> int:
+        """What JAX keeps between forward and backward, before XLA fuses any of it away."""
+
+        def kept(rows: int) -> float:
+            x, batch = self._hidden(rows, self._tokens), self._batch(rows, self._tokens)
+            pullback = jax.eval_shape(
+                lambda p, h, b: jax.vjp(lambda p, h: fn(p, h, b), p, h)[1], params, x, batch
+            )
+            return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pullback))
+
+        return math.ceil((kept(2) - kept(1)) / (self._tokens * self._dtype.itemsize))
+
+    def _params(self, stage: Stage) -> Any:
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, self._dtype), stage.shapes
+        )
+
+    def _batch(self, rows: int, tokens: int) -> dict[str, Any]:
+        return dict(example_batch(rows, tokens, packed=self._packed))
+
+    def _hidden(self, rows: int, tokens: int) -> Any:
+        embed = self._params(self._model.embed)
+        return jax.eval_shape(self._model.embed_fn, embed, self._batch(rows, tokens))
+
+
+def _groups(stage: Stage) -> tuple[int, ...]:
+    leaves = jax.tree.leaves(stage.shapes)
+    names = stage.parameter_names()
+    return parameter_groups(
+        {name: tuple(leaf.shape) for name, leaf in zip(names, leaves, strict=True)}
+    )
