@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Sets everything up in .venv and runs the tests; arguments go to pytest (-k NAME, -x, -n 0, ...).
 #
-# PARITY=0 leaves out PyTorch and transformers, with which the model code is compared.
+# PARITY=0 leaves out PyTorch and transformers, with which the model code is compared, TUNIX=0
+# google-tunix, whose models are trained.
 # The last line is pytest's summary, the exit code is pytest's.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -27,6 +28,17 @@ if [ ! -e "$parity_stamp" ]; then
   ****************************************************************************
 
 WARNING
+fi
+
+tunix_stamp=.venv/installed-tunix
+if [ "${TUNIX:-1}" = 1 ] && [ ! -e "$tunix_stamp" ]; then
+    echo "Installing google-tunix, whose models are trained as they are"
+    if .venv/bin/python -m pip install --quiet --no-deps -r scripts/tunix_requirements.txt; then
+        touch "$tunix_stamp"
+    fi
+fi
+if [ ! -e "$tunix_stamp" ]; then
+    echo "WARNING: google-tunix is not installed: the tests that train its models are SKIPPED."
 fi
 
 # A worker compiles on one core most of the time. A file stays on one worker, whose programs it shares.

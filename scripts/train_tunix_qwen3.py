@@ -3,7 +3,7 @@
     python scripts/train_tunix_qwen3.py                                   # tiny, on any machine
     python scripts/train_tunix_qwen3.py --shape 0.6b --tokens 1024 --rows 32 --compare --json F
 
-Needs google-tunix (`pip install --no-deps google-tunix` and `scripts/tunix_requirements.txt`).
+Needs google-tunix: `pip install --no-deps -r scripts/tunix_requirements.txt`.
 Tokens are the bytes of the text. With --compare the same process also times, on the same rows and
 the same number of tokens, this project's own decoder of the same shape and plain JAX with optax on
 the same tunix module with everything on the device (fp32 masters, bf16 compute, recomputed layers).
@@ -156,7 +156,7 @@ def _streamed(model: Any, planned: Any, args: argparse.Namespace) -> tuple[dict[
 def _resident(model: nnx.Module, args: argparse.Namespace) -> dict[str, Any]:
     """Plain JAX: the whole training state on the first device, one jitted step."""
     graph, state = nnx.split(model)
-    state = jax.device_put(nnx.to_pure_dict(state), jax.devices()[0])
+    state = jax.device_put(nnx.to_pure_dict(state), jax.devices()[0], may_alias=False)
     optimizer = optax.adamw(LEARNING_RATE)
     positions = jnp.arange(args.tokens)[None]
     causal = jnp.tril(jnp.ones((1, args.tokens, args.tokens), bool))

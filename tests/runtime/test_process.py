@@ -54,11 +54,13 @@ def test_too_late_is_an_error_that_says_what_to_move(use):
     assert "CPU devices" in message
     assert "XLA flags" in message
     assert "Call slidedp_jax.configure() before the first use of JAX" in message
+    assert "move it above nnx.Rngs(...), jnp arrays and jax.devices()" in message
 
 
-def test_importing_jax_before_is_fine():
+@pytest.mark.parametrize("modules", ["jax, optax", "flax.linen, flax.nnx"])
+def test_importing_before_is_fine(modules):
     result = run(
-        "import jax, optax, slidedp_jax\n"
+        f"import {modules}, jax, slidedp_jax\n"
         "slidedp_jax.configure(platform='cpu', num_devices=2, num_host_devices=2)\n"
         "print(len(jax.devices()))"
     )

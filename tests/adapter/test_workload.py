@@ -1,0 +1,140 @@
+"""What is measured of an adapted model, and plans that are made of it."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from plain_steps import token_batches
+from toy_nnx import PARTS, VOCAB, WIDTH, Hybrid
+
+import slidedp_jax
+from models import decoder
+from models.config import named_config
+from models.loss import cross_entropy_sum
+from planner.candidates import Choices
+from planner.workload import BatchShape, Workload
+from slidedp_jax import Trainer
+from slidedp_jax.adapter.matmul_flops import matmul_flops
+from slidedp_jax.adapter.workload import measured_workload
+from slidedp_jax.planning import plan_for
+
+TOKENS = 16
+
+
+def test_products_are_counted_in_loops_branches_and_called_programs():
+    def product(x, w):
+        return jnp.tanh(x @ w)
+
+    def program(x, w):
+        x, _ = jax.lax.scan(lambda h, _: (product(h, w), None), x, length=3)
+        x = jax.lax.cond(x[0, 0] > 0, lambda h: product(product(h, w), w), lambda h: h, x)
+        return jax.checkpoint(jax.jit(product))(x, w)
+
+    traced = jax.make_jaxpr(program)(jnp.ones((5, 4)), jnp.ones((4, 4)))
+    assert matmul_flops(traced) == 6 * (2 * 5 * 4 * 4)
+
+
+def test_convolutions_are_counted():
+    def convolve(x, kernel):
+        return jax.lax.conv_general_dilated(
+            x, kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+        )
+
+    traced = jax.make_jaxpr(convolve)(jnp.ones((2, 10, 3)), jnp.ones((4, 3, 6)))
+    assert matmul_flops(traced) == 2 * (2 * 10 * 6) * (4 * 3)
+
+
+def test_a_decoder_is_measured_as_it_is_described():
+    """Our own decoder, whose products are known from its description."""
+    config = named_config("tiny")
+    described = Workload.from_config(config)
+    model = decoder.build(config, loss_chunk_tokens=8)
+    with jax.numpy_rank_promotion("allow"):
+        measured = measured_workload(model, tokens_per_row=TOKENS, compute_dtype="float32")
+    assert measured.num_parameters == described.num_parameters
+    assert len(measured.layers) == len(described.layers)
+    assert measured.hidden_size == described.hidden_size
+    assert measured.tied == described.tied
+    for mine, theirs in zip(measured.layers, described.layers, strict=True):
+        assert mine.matmul_parameters == theirs.matmul_parameters
+        assert mine.group_parameters == theirs.group_parameters
+    assert measured.head.matmul_parameters == described.head.matmul_parameters
+
+
+def attention_model(num_heads: int, dim: int, vocab_size: int, chunked: bool):
+    """A plain tree with one layer of dense attention."""
+    tree = {
+        "table": jax.ShapeDtypeStruct((vocab_size, dim), jnp.float32),
+        "layers": [{"qkv": jax.ShapeDtypeStruct((dim, 3 * dim), jnp.float32)}],
+        "out": jax.ShapeDtypeStruct((vocab_size, dim), jnp.float32),
+    }
+
+    def layer(p, x, batch):
+        rows, tokens, _ = x.shape
+        q, k, v = jnp.split((x @ p["qkv"]).reshape(rows, tokens, num_heads, -1), 3, axis=-1)
+        scores = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, k), axis=-1)
+        return x + jnp.einsum("bnts,bsnh->btnh", scores, v).reshape(x.shape)
+
+    def head_loss(p, x, batch):
+        flat, targets = x.reshape(-1, dim), batch["targets"].reshape(-1)
+        if chunked:
+            return cross_entropy_sum(flat, p["out"], targets, chunk_tokens=8)
+        logits = flat @ p["out"].T
+        picked = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None] % vocab_size, 1)
+        return -jnp.sum(picked[:, 0] * (targets >= 0))
+
+    return slidedp_jax.adapt(
+        tree,
+        layers="layers",
+        embed=lambda p, batch: p["table"][batch["input_ids"]],
+        layer=layer,
+        head_loss=head_loss,
+        vocab_size=vocab_size,
+    ).model
+
+
+def test_attention_is_told_from_products_with_weights():
+    heads, dim = 4, 16
+    model = attention_model(heads, dim, 31, chunked=False)
+    measured = measured_workload(model, tokens_per_row=TOKENS, compute_dtype="float32")
+    layer = measured.layers[0]
+    assert layer.matmul_parameters == 3 * dim * dim
+    executed = 4 * TOKENS**2 * dim
+    batch = BatchShape(num_rows=1, seq_length=TOKENS)
+    # The planner counts T (T + 1) / 2 pairs, of which the diagonal is beyond T^2 / 2.
+    assert layer.attention_flops(batch) == pytest.approx(executed * (TOKENS + 1) / TOKENS)
+    # Scores of all heads are kept, so memory per token grows with the row.
+    longer = measured_workload(model, tokens_per_row=4 * TOKENS, compute_dtype="float32").layers[0]
+    kept = [s.residual_elements + s.backward_workspace_elements for s in (layer, longer)]
+    assert kept[1] - kept[0] >= 3 * TOKENS * heads
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_loss_that_holds_all_logits_is_noticed(chunked):
+    model = attention_model(2, 8, 512, chunked)
+    measured = measured_workload(model, tokens_per_row=8 * TOKENS, compute_dtype="float32")
+    assert measured.whole_logits == (not chunked)
+    assert measured.head.matmul_parameters == 512 * 8
+
+
+def test_layers_of_two_kinds_are_measured_apart_and_planned():
+    adapted = slidedp_jax.adapt(Hybrid(nnx.Rngs(0)), **PARTS)
+    workload = measured_workload(adapted.model, tokens_per_row=TOKENS, compute_dtype="float32")
+    mixer, gate = workload.layers[:2]
+    assert workload.layers == (mixer, gate, mixer, gate)
+    assert mixer.matmul_parameters == WIDTH * WIDTH
+    assert gate.matmul_parameters == 3 * WIDTH * WIDTH
+    plan = plan_for(
+        workload,
+        rows_per_step=8,
+        tokens_per_row=TOKENS,
+        compute_dtype="float32",
+        choices=Choices(num_host_devices=8),
+    )
+    assert plan.chosen.memory.host["optimizer_state"] >= 8 * workload.num_parameters
+    with Trainer(
+        adapted.model, optax.adamw(1e-3), strategy=plan.strategy, kernel_form="whole"
+    ) as trainer:
+        metrics = trainer.step(token_batches(VOCAB, 8, TOKENS, 1)[0])
+    assert 0 < metrics.loss < 20
