@@ -36,7 +36,8 @@ class Trainer:
     """Full-parameter training of a model whose state lives in host memory.
 
     Args:
-      model: the decoder, `models.decoder.build(config)`.
+      model: the decoder, `models.decoder.build(config)`, or a model of the user's own,
+        `slidedp_jax.adapt(...).model`.
       optimizer: an element-wise optax transformation without a clip (`optax.adamw(1e-5)`); it sees
         the parameters as a flat dict from full name to array.
       strategy: chunking, routes and policies, as planned by `slidedp_jax.planning`.

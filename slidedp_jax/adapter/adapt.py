@@ -50,7 +50,6 @@ def adapt(
     layer: Callable[..., jax.Array] | Sequence[Callable[..., jax.Array]],
     head_loss: Callable[..., jax.Array],
     vocab_size: int,
-    head_logits: Callable[..., jax.Array] | None = None,
     dropout: bool = False,
     packed: bool = False,
     tokens_per_row: int = 16,
@@ -78,7 +77,6 @@ def adapt(
       head_loss: (model, x, batch) -> float scalar: the *sum* of the losses of the supervised tokens
         (`batch["targets"]` is the token to predict, -100 where nothing counts).
       vocab_size: number of token ids that the embedding accepts, V.
-      head_logits: (model, x) -> logits [B, T, V], if they are wanted.
       dropout: the model draws random numbers in training. It does so row by row, from keys that
         depend on seed, step, row and layer (`slidedp_jax.adapter.randomness`): an NNX module finds
         them in its own `nnx.Rngs`, functions over a pytree in `batch["key"]`. Evaluation draws
@@ -93,9 +91,9 @@ def adapt(
     """
     parts = {"layers": layers, "embed": embed, "layer": layer, "head_loss": head_loss}
     if isinstance(model, nnx.Module):
-        source = from_nnx(model, **parts, head_logits=head_logits, dropout=dropout)
+        source = from_nnx(model, **parts, dropout=dropout)
     else:
-        source = from_tree(model, **parts, head_logits=head_logits)
+        source = from_tree(model, **parts)
     _check_dtypes(source)
     claims = claim(source, tokens_per_row=tokens_per_row, packed=packed, dropout=dropout)
     streamed = _streamed(source, claims, vocab_size, random=dropout)
@@ -133,9 +131,10 @@ def _streamed(source: Source, claims: Claims, vocab_size: int, *, random: bool) 
         return jnp.sum(losses.astype(jnp.float32))
 
     def head_logits_fn(head: Params, embed: Params | None, x: jax.Array) -> jax.Array:
-        if source.head_logits is None:
-            raise UserError("logits are wanted, but adapt() was given no head_logits")
-        return source.head_logits(whole(head, embed), x).astype(jnp.float32)
+        raise UserError(
+            "an adapted model gives losses, no logits: write its weights back and use its own "
+            "generation"
+        )
 
     return StreamedModel(
         embed=Stage(name="", shapes=claims.embed, item="embed"),

@@ -12,7 +12,15 @@ import numpy as np
 from flax import nnx
 
 from slidedp_jax.adapter.paths import layer_nodes, named_leaves
-from slidedp_jax.adapter.source import Key, Source, Tree, check_names, like, shape_of
+from slidedp_jax.adapter.source import (
+    Key,
+    Source,
+    Tree,
+    check_names,
+    like,
+    one_per_layer,
+    shape_of,
+)
 from slidedp_jax.errors import UserError
 
 
@@ -23,14 +31,11 @@ def from_nnx(
     embed: Callable[..., jax.Array],
     layer: Callable[..., jax.Array] | Sequence[Callable[..., jax.Array]],
     head_loss: Callable[..., jax.Array],
-    head_logits: Callable[..., jax.Array] | None,
     dropout: bool,
 ) -> Source:
     """An NNX module; see `slidedp_jax.adapter.adapt`."""
     nodes = layer_nodes(model, layers, _is_layer)
-    fns = list(layer) if isinstance(layer, Sequence) else [layer] * len(nodes)
-    if len(fns) != len(nodes):
-        raise UserError(f"layer= has {len(fns)} functions for {len(nodes)} layers; give one each")
+    fns = one_per_layer(layer, len(nodes))
     _refuse_shared(model, nodes)
     whole = Split(model, dropout)
     variables = dict(_parameters(model))
@@ -44,12 +49,6 @@ def from_nnx(
             same = [split.wrap(fn, "layer")]
             shared.append((fn, split, same[0]))
         layer_fns.append(same[0])
-    logits = None
-    if head_logits is not None:
-        wrapped = whole.wrap(lambda module, x, batch: head_logits(module, x), "head_logits")
-
-        def logits(tree: Tree, x: jax.Array) -> jax.Array:
-            return wrapped(tree, x, {}, None)
 
     def write_back(parameters: Mapping[str, np.ndarray]) -> nnx.Module:
         check_names(parameters, variables)
@@ -67,7 +66,6 @@ def from_nnx(
         embed=whole.wrap(embed, "embed"),
         layer_fns=tuple(layer_fns),
         head_loss=whole.wrap(head_loss, "head_loss"),
-        head_logits=logits,
         write_back=write_back,
     )
 

@@ -6,7 +6,7 @@ while a model that draws random numbers is trained, else None. Letters: B rows, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,6 @@ class Source:
       embed: (tree, batch, key) -> x [B, T, D].
       layer_fns: per layer (layer tree, x, batch, key) -> x; equal layers share one object.
       head_loss: (tree, x, batch, key) -> scalar.
-      head_logits: (tree, x) -> logits [B, T, V], or None.
       write_back: masters by name -> the user's model with them.
     """
 
@@ -41,7 +40,6 @@ class Source:
     embed: Callable[[Tree, Batch, Key], jax.Array]
     layer_fns: tuple[Callable[[Tree, jax.Array, Batch, Key], jax.Array], ...]
     head_loss: Callable[[Tree, jax.Array, Batch, Key], jax.Array]
-    head_logits: Callable[[Tree, jax.Array], jax.Array] | None
     write_back: Callable[[Mapping[str, np.ndarray]], Any]
 
 
@@ -60,6 +58,16 @@ class Rows(dict[str, Any]):
             f"a model function asked for batch[{name!r}]; the batch has {sorted(self)}. "
             + hint.get(name, "The names are those of slidedp_jax.batch")
         )
+
+
+def one_per_layer(
+    layer: Callable[..., jax.Array] | Sequence[Callable[..., jax.Array]], num_layers: int
+) -> list[Callable[..., jax.Array]]:
+    """The user's layer functions, bottom first."""
+    fns = list(layer) if isinstance(layer, Sequence) else [layer] * num_layers
+    if len(fns) != num_layers:
+        raise UserError(f"layer= has {len(fns)} functions for {num_layers} layers; give one each")
+    return fns
 
 
 def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -9,7 +9,15 @@ import jax
 import numpy as np
 
 from slidedp_jax.adapter.paths import layer_nodes, named_leaves
-from slidedp_jax.adapter.source import Rows, Source, Tree, check_names, like, shape_of
+from slidedp_jax.adapter.source import (
+    Rows,
+    Source,
+    Tree,
+    check_names,
+    like,
+    one_per_layer,
+    shape_of,
+)
 from slidedp_jax.errors import UserError
 
 _LINEN_STATE = {"batch_stats", "cache", "intermediates", "losses"}
@@ -22,7 +30,6 @@ def from_tree(
     embed: Callable[..., jax.Array],
     layer: Callable[..., jax.Array] | Sequence[Callable[..., jax.Array]],
     head_loss: Callable[..., jax.Array],
-    head_logits: Callable[..., jax.Array] | None,
 ) -> Source:
     """A pytree of arrays or shapes and functions over it; see `slidedp_jax.adapter.adapt`."""
     state = _LINEN_STATE & set(tree) if isinstance(tree, Mapping) else set()
@@ -33,9 +40,7 @@ def from_tree(
             "state (LayerNorm or RMSNorm for BatchNorm, no cache)"
         )
     nodes = layer_nodes(tree, layers, lambda node: hasattr(node, "shape"))
-    fns = list(layer) if isinstance(layer, Sequence) else [layer] * len(nodes)
-    if len(fns) != len(nodes):
-        raise UserError(f"layer= has {len(fns)} functions for {len(nodes)} layers; give one each")
+    fns = one_per_layer(layer, len(nodes))
     _refuse_shared(tree)
     shared: dict[Any, Callable[..., jax.Array]] = {}
     layer_fns = tuple(
@@ -56,7 +61,6 @@ def from_tree(
         embed=_with_key(embed),
         layer_fns=layer_fns,
         head_loss=_with_key(head_loss),
-        head_logits=head_logits,
         write_back=write_back,
     )
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from streamed_steps import adamw, strategy
-from toy_nnx import PARTS, VOCAB, WIDTH, Hybrid, embed, head_loss, sum_of_losses
+from toy_nnx import PARTS, VOCAB, WIDTH, Hybrid, Mixer, embed, head_loss, sum_of_losses
 
 import slidedp_jax
 from slidedp_jax import Trainer, UserError
@@ -195,7 +195,12 @@ def test_weights_that_do_not_belong_are_not_written_back():
 
 
 def test_a_model_of_shapes_needs_starting_weights():
-    module = nnx.eval_shape(lambda: Hybrid(nnx.Rngs(0), rate=0.1))
+    def mixers():
+        model = Hybrid(nnx.Rngs(0), rate=0.1)
+        model.blocks = nnx.List([Mixer(nnx.Rngs(0), rate=0.1) for _ in range(2)])
+        return model
+
+    module = nnx.eval_shape(mixers)
     tree = jax.eval_shape(pytree)
     for adapted in (
         slidedp_jax.adapt(module, **PARTS, dropout=True),

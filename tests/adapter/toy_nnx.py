@@ -30,10 +30,11 @@ class Gate(nnx.Module):
         self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
         self.down = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs)
         self.drop = nnx.Dropout(rate, rngs=rngs)
+        self.gain = nnx.Variable(jnp.linspace(0.5, 1.5, WIDTH))  # no nnx.Param: stays as it is
 
     def __call__(self, x):
         gate, value = jnp.split(self.up(self.norm(x)), 2, axis=-1)
-        return x + self.down(self.drop(jax.nn.silu(gate) * value))
+        return x + self.gain[None, None] * self.down(self.drop(jax.nn.silu(gate) * value))
 
 
 class Hybrid(nnx.Module):
