@@ -155,7 +155,10 @@ def _batch(tokens_per_step: int, seq_length: int, document_length: int | None) -
         full, rest = divmod(seq_length, document_length)
         documents = (document_length,) * full + ((rest,) if rest else ())
     return BatchShape(
-        num_rows=tokens_per_step // seq_length, seq_length=seq_length, document_lengths=documents
+        num_rows=tokens_per_step // seq_length,
+        seq_length=seq_length,
+        document_lengths=documents,
+        documents_per_row=None if documents is None else len(documents),
     )
 
 

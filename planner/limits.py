@@ -20,6 +20,8 @@ _ADVICE: Mapping[str, str] = {
     "boundary_activations": "use fewer tokens per step and device (fewer rows, or more devices)",
     "recompute_residuals": "use shorter sequences",
     "layer_workspace": "use shorter sequences",
+    "packed_attention": "use shorter rows, rows without packing, or drop very short documents: the "
+    "workspace grows with the documents of a row",
     "layer_gradients": "use devices with more memory",
     "embedding_gradient_sum": "use devices with more memory",
     "embedding_gradient": "use devices with more memory",

@@ -27,11 +27,13 @@ class BatchShape:
       seq_length: tokens of a row, T, padding included.
       document_lengths: lengths of the documents packed into a typical row; None for one document
         that fills the row.
+      documents_per_row: most documents of a packed row; None where rows are not packed.
     """
 
     num_rows: int
     seq_length: int
     document_lengths: tuple[int, ...] | None = None
+    documents_per_row: int | None = None
 
     def __post_init__(self) -> None:
         """Rejects an empty batch and documents that do not fit."""

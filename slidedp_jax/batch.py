@@ -109,8 +109,8 @@ def document_offsets(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Segments as offsets: starts int32 [R, M + 1] and lengths int32 [R, M].
 
-    M is the largest number of documents in a row, at least `documents_per_row`, rounded up to a
-    power of two so that few shapes occur. Documents that are not there have length 0 and start at
+    M is `documents_per_row`, or where a row has more documents, their number rounded up to a power
+    of two so that few shapes occur. Documents that are not there have length 0 and start at
     the end of the last one, as does the closing entry of `starts`. Padding before, between or after
     documents belongs to none.
     """
@@ -119,8 +119,8 @@ def document_offsets(
     following = np.pad(segment_ids[:, 1:], ((0, 0), (0, 1)))
     begins = (segment_ids != 0) & (segment_ids != previous)
     ends = (segment_ids != 0) & (segment_ids != following)
-    most = max(documents_per_row, int(begins.sum(axis=1).max(initial=1)))
-    width = 1 << (most - 1).bit_length()
+    most = int(begins.sum(axis=1).max(initial=1))
+    width = documents_per_row if most <= documents_per_row else 1 << (most - 1).bit_length()
     starts = np.zeros((num_rows, width + 1), np.int32)
     lengths = np.zeros((num_rows, width), np.int32)
     for row in range(num_rows):

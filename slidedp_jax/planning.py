@@ -60,6 +60,7 @@ def plan_for(
     *,
     rows_per_step: int,
     tokens_per_row: int,
+    documents_per_row: int | None = None,
     max_grad_norm: float | None = 1.0,
     compute_dtype: str = "bfloat16",
     optimizer_state_bytes: float = ADAMW_STATE_BYTES,
@@ -76,6 +77,7 @@ def plan_for(
         (`slidedp_jax.adapter.workload.measured_workload`).
       rows_per_step: rows of one optimizer step, over all devices and microbatches.
       tokens_per_row: tokens of a row, padding included.
+      documents_per_row: most documents of a packed row; None where rows are not packed.
       max_grad_norm: the limit that the trainer will be given; None allows eager updates.
       compute_dtype: "bfloat16" or "float32".
       optimizer_state_bytes: bytes of optimizer state per parameter; AdamW's 8 by default.
@@ -97,7 +99,11 @@ def plan_for(
     try:
         return plan(
             model if isinstance(model, Workload) else Workload.from_config(model),
-            BatchShape(num_rows=rows_per_step, seq_length=tokens_per_row),
+            BatchShape(
+                num_rows=rows_per_step,
+                seq_length=tokens_per_row,
+                documents_per_row=documents_per_row,
+            ),
             hardware,
             update_policy=update_policy or ("eager" if max_grad_norm is None else "deferred"),
             compute_dtype=compute_dtype,  # type: ignore[arg-type]  # checked by the planner

@@ -149,6 +149,7 @@ def make_plan(args: TrainArguments, inputs: RunInputs, num_devices: int) -> Plan
         inputs.config,
         rows_per_step=inputs.source.rows_per_step,
         tokens_per_row=inputs.source.widths[-1],
+        documents_per_row=inputs.source.documents_per_row if args.packing else None,
         max_grad_norm=args.clip,
         compute_dtype=args.dtype,
         device_memory_budget_gib=args.device_memory_budget,

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from models.config import ModelConfig, named_config
 from planner.chunking import chunk_stages, padded_size
 from planner.hardware import GIB, MIB, named_hardware
-from planner.memory import device_phases, memory_use
+from planner.memory import device_phases, memory_use, packed_attention_bytes
 from planner.pinned_pool import pinned_pool_bytes
+from planner.search import plan
 from planner.strategy import Strategy
 from planner.workload import BatchShape, StageWork, Workload
 
@@ -263,3 +264,34 @@ def test_more_of_anything_never_needs_less(layers, chunk, rows, microbatches, nu
     ):
         assert larger.device_bytes >= base.device_bytes
         assert larger.host_bytes >= base.host_bytes
+
+
+def test_packed_attention_grows_with_documents_as_measured():
+    """H200, 8 rows of 4096 tokens, 32 heads of 128: 2,960, 5,024 and 17,408 MiB for 1, 4, 16."""
+    workload = Workload.from_config(named_config("qwen3-4b"))
+    strategy = replace(STRATEGY, layers_per_chunk=1, rows_per_microbatch=8, num_microbatches=1)
+
+    def packed_bytes(documents, compute_dtype="bfloat16"):
+        batch = BatchShape(num_rows=8, seq_length=4096, documents_per_row=documents)
+        return packed_attention_bytes(
+            workload, batch, replace(strategy, compute_dtype=compute_dtype)
+        )
+
+    measured = {1: 2960, 4: 5024, 16: 17408}
+    for documents, mib in measured.items():
+        grown = packed_bytes(documents) - packed_bytes(1)
+        assert grown / 2**20 == pytest.approx(mib - measured[1], rel=0.01)
+    assert packed_bytes(16, "float32") == 0  # cuDNN is not used
+    assert packed_bytes(None) == 0
+
+
+def test_rows_with_many_documents_are_computed_in_smaller_microbatches():
+    workload = Workload.from_config(named_config("qwen3-4b"))
+    hardware = named_hardware("h200")
+    rows = {}
+    for documents in (None, 256):
+        batch = BatchShape(num_rows=8, seq_length=4096, documents_per_row=documents)
+        chosen = plan(workload, batch, hardware).chosen
+        rows[documents] = chosen.strategy.rows_per_microbatch
+        assert chosen.memory.device_bytes <= hardware.device_memory_bytes
+    assert rows[256] < rows[None] == 8
