@@ -220,6 +220,17 @@ def test_halving_the_loss_chunk_halves_the_logits():
     assert uses[1].device["logits"] == 1024 * 151936 * 4 * 3
 
 
+def test_a_loss_that_holds_all_logits_needs_them_for_a_whole_microbatch():
+    workload = replace(Workload.from_config(named_config("qwen3-0.6b")), whole_logits=True)
+    strategy = Strategy(
+        layers_per_chunk=1, rows_per_microbatch=2, num_microbatches=3, loss_chunk_tokens=256
+    )
+    batch = BatchShape(num_rows=6, seq_length=4096)
+    use = memory_use(workload, batch, strategy, named_hardware("h200"))
+    assert use.device_phase == "loss"
+    assert use.device["logits"] == 2 * 4096 * 151936 * 4 * 3
+
+
 def _config(num_layers: int, hidden: int, *, tied: bool) -> ModelConfig:
     return replace(
         named_config("tiny-tied" if tied else "tiny"),
