@@ -8,7 +8,7 @@ traces, per device, on that device's rows. Letters: B rows, T tokens, D hidden, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -32,6 +32,8 @@ Batch = Mapping[str, jax.Array]
   row among the step's rows. Only for a model that asks for them (`StreamedModel.random`), and only
   while it is trained: whatever is drawn from them and from the stage's index is the same for any
   number of devices and microbatches, and when a layer is computed again;
+- whatever `StreamedModel.token_arrays` names, [B, T], as the user's batch has it (0 in rows that
+  fill up);
 - `layer_index` int32 [1]: the layer that runs, beside `row_seeds` and in layer functions only.
 """
 
@@ -106,6 +108,7 @@ class StreamedModel:
         depends on nothing else, so chunking and device count do not change it.
       cached: the layers in a form that keeps keys and values, or None: no text can be generated.
       random: the functions read `row_seeds`; without them they draw nothing (evaluation).
+      token_arrays: name -> dtype of further arrays [R, T] that every batch must have.
     """
 
     embed: Stage
@@ -120,6 +123,7 @@ class StreamedModel:
     initial_value: Callable[[str, tuple[int, ...], int], np.ndarray]
     cached: CachedForm | None = None
     random: bool = False
+    token_arrays: Mapping[str, str] = field(default_factory=dict)
 
     def stages(self) -> tuple[Stage, ...]:
         """All stages in forward order."""

@@ -12,8 +12,6 @@ the same tunix module with everything on the device (fp32 masters, bf16 compute,
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
-import json
 import statistics
 import time
 import warnings
@@ -22,6 +20,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
+import bench_record
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,7 +39,7 @@ warnings.filterwarnings("ignore", category=DeprecationWarning)  # tunix's own
 LEARNING_RATE = 1e-4
 LOSS_CHUNK = 2048
 TINY = {
-    "num_layers": 4,
+    "num_layers": 2,
     "vocab_size": 512,
     "embed_dim": 64,
     "hidden_dim": 128,
@@ -60,14 +59,13 @@ def main() -> None:
 
     config = qwen3.ModelConfig(**TINY) if args.shape == "tiny" else qwen3.ModelConfig.qwen3_0p6b()
     config.dtype = jnp.bfloat16
-    report: dict[str, Any] = {
-        "shape": args.shape,
-        "rows": args.rows,
-        "tokens_per_row": args.tokens,
-        "steps": args.steps,
-        "device": jax.devices()[0].device_kind,
-        "versions": {p: importlib.metadata.version(p) for p in ("jax", "flax", "google-tunix")},
-    }
+    report = bench_record.record(
+        ("jax", "flax", "optax", "google-tunix"),
+        shape=args.shape,
+        rows=args.rows,
+        tokens_per_row=args.tokens,
+        device=jax.devices()[0].device_kind,
+    )
     with jax.default_device(jax.devices("cpu")[0]):
         model = qwen3.Qwen3(config, rngs=nnx.Rngs(0))
     runs: dict[str, Callable[[], dict[str, Any]]] = {"adapted": lambda: _adapted(model, args)}
@@ -77,8 +75,7 @@ def main() -> None:
     for name, run in runs.items():
         report[name] = run()
         print(f"{name}: {report[name]['tokens_per_s']:,.0f} tokens/s", flush=True)
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        bench_record.save(args.json, report)
 
 
 def adapt(model: nnx.Module) -> slidedp_jax.Adapted:
@@ -148,9 +145,8 @@ def _streamed(model: Any, planned: Any, args: argparse.Namespace) -> tuple[dict[
             metrics = trainer.step({"input_ids": rows, "labels": rows})
             losses.append(metrics.loss)
             seconds.append(time.perf_counter() - start)
-        return _result(seconds, losses, args) | {"strategy": str(plan.strategy)}, (
-            trainer.parameters()
-        )
+        planned = {"strategy": str(plan.strategy), "planned_step_s": plan.chosen.time.step_s}
+        return _result(seconds, losses, args) | planned, trainer.parameters()
 
 
 def _resident(model: nnx.Module, args: argparse.Namespace) -> dict[str, Any]:

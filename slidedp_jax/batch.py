@@ -42,6 +42,7 @@ def prepare(
     rows_per_microbatch: int,
     documents_per_row: int = 1,
     seed_and_step: tuple[int, int] | None = None,
+    token_arrays: Mapping[str, str] | None = None,
 ) -> PreparedBatch:
     """Validate, shift labels, fill up with rows of zero weight and split into microbatches.
 
@@ -50,12 +51,14 @@ def prepare(
     tokens fill up; they change neither the loss nor the gradients. `documents_per_row` is the least
     number of documents for which offsets have room; the largest of a run keeps their shape, and so
     the compiled programs, the same from step to step. With `seed_and_step` the rows carry
-    `row_seeds` (see `models.streamed.Batch`).
+    `row_seeds` (see `models.streamed.Batch`). `token_arrays` names further arrays [R, T] by dtype
+    that are handed on as they are.
 
     Raises:
       UserError: missing arrays, shapes that disagree, ids beyond the vocabulary, no supervision.
     """
-    input_ids, labels = _checked(batch, vocab_size)
+    token_arrays = token_arrays or {}
+    input_ids, labels = _checked(batch, vocab_size, token_arrays)
     segment_ids = batch.get("segment_ids")
     targets = shift_labels(labels, segment_ids)
     num_supervised = int((targets != IGNORED).sum())
@@ -73,6 +76,8 @@ def prepare(
         arrays["segment_ids"] = segment_ids
         num_tokens = int((segment_ids != 0).sum())
     arrays = {name: np.ascontiguousarray(a, np.int32) for name, a in arrays.items()}
+    for name, dtype in token_arrays.items():
+        arrays[name] = np.ascontiguousarray(batch[name], dtype)
     arrays = _fill_rows(arrays, num_devices * rows_per_microbatch)
     if segment_ids is not None:
         starts, lengths = document_offsets(arrays["segment_ids"], documents_per_row)
@@ -133,14 +138,16 @@ def document_offsets(
     return starts, lengths
 
 
-def _checked(batch: Mapping[str, np.ndarray], vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    missing = [name for name in ("input_ids", "labels") if name not in batch]
+def _checked(
+    batch: Mapping[str, np.ndarray], vocab_size: int, token_arrays: Mapping[str, str]
+) -> tuple[np.ndarray, np.ndarray]:
+    missing = [name for name in ("input_ids", "labels", *token_arrays) if name not in batch]
     if missing:
         raise UserError(f"the batch lacks {missing}; it has {sorted(batch)}")
     input_ids, labels = np.asarray(batch["input_ids"]), np.asarray(batch["labels"])
     if input_ids.ndim != 2 or input_ids.size == 0:
         raise UserError(f"input_ids must be [rows, tokens] and not empty, got {input_ids.shape}")
-    for name in ("labels", "segment_ids", "positions"):
+    for name in ("labels", "segment_ids", "positions", *token_arrays):
         if batch.get(name) is not None and np.shape(batch[name]) != input_ids.shape:
             raise UserError(
                 f"{name} has shape {np.shape(batch[name])}, input_ids {input_ids.shape}; "
@@ -176,7 +183,7 @@ def _fill_rows(arrays: dict[str, np.ndarray], multiple: int) -> dict[str, np.nda
         return arrays
     fill = dict.fromkeys(arrays, 0) | {"targets": IGNORED}
     return {
-        name: np.concatenate([array, np.full((missing, array.shape[1]), fill[name], np.int32)])
+        name: np.concatenate([array, np.full((missing, array.shape[1]), fill[name], array.dtype)])
         for name, array in arrays.items()
     }
 

@@ -290,6 +290,7 @@ class Trainer:
             rows_per_microbatch=self.strategy.rows_per_microbatch,
             documents_per_row=self._documents_per_row,
             seed_and_step=(self._seed, self.step_count + 1) if draws else None,
+            token_arrays=self.model.token_arrays,
         )
 
     def _place(self, prepared: PreparedBatch) -> list[dict[str, jax.Array]]:

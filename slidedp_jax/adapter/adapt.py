@@ -8,7 +8,7 @@ and so is whether the two are tied. Letters: B rows, T tokens, D hidden, V vocab
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 
 from models.streamed import Batch, Params, Stage, StreamedModel
-from slidedp_jax.adapter.claims import Claims, claim
+from slidedp_jax.adapter.claims import Claims, claim, example_batch
 from slidedp_jax.adapter.loss_check import check_sum_over_rows
 from slidedp_jax.adapter.nnx_source import from_nnx
 from slidedp_jax.adapter.paths import named_leaves
@@ -25,6 +25,12 @@ from slidedp_jax.adapter.randomness import row_by_row
 from slidedp_jax.adapter.source import Rows, Source
 from slidedp_jax.adapter.tree_source import from_tree
 from slidedp_jax.errors import UserError
+
+RESERVED = {
+    *("input_ids", "labels", "targets", "positions", "segment_ids", "key"),
+    *("document_starts", "document_lengths", "row_seeds", "layer_index"),
+}
+"""Names that arrays of a batch already have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +58,7 @@ def adapt(
     vocab_size: int,
     dropout: bool = False,
     packed: bool = False,
+    token_arrays: Mapping[str, str] | None = None,
     tokens_per_row: int = 16,
     check_loss: bool = True,
 ) -> Adapted:
@@ -82,6 +89,9 @@ def adapt(
         them in its own `nnx.Rngs`, functions over a pytree in `batch["key"]`. Evaluation draws
         nothing: modules run as `eval()` sets them, and there is no `batch["key"]`.
       packed: every batch has `segment_ids`.
+      token_arrays: name -> dtype of further arrays [rows, tokens] that every batch will have, such
+        as `{"loss_weights": "float32"}`. The functions find them in `batch` as they were given (not
+        shifted, 0 in rows that fill up).
       tokens_per_row: T of the row on which the functions are traced here, for models that do not
         take any.
       check_loss: compute `head_loss` once on made-up numbers, to see that it is a sum over rows.
@@ -95,14 +105,18 @@ def adapt(
     else:
         source = from_tree(model, **parts)
     _check_dtypes(source)
-    claims = claim(source, tokens_per_row=tokens_per_row, packed=packed, dropout=dropout)
-    streamed = _streamed(source, claims, vocab_size, random=dropout)
+    token_arrays = dict(token_arrays or {})
+    _check_names(token_arrays)
+    batch = example_batch(1, tokens_per_row, packed=packed, token_arrays=token_arrays)
+    claims = claim(source, batch, dropout=dropout)
+    streamed = _streamed(source, claims, vocab_size)
+    streamed = replace(streamed, random=dropout, token_arrays=token_arrays)
     if check_loss:
         check_sum_over_rows(streamed, claims.x, vocab_size, packed=packed)
     return Adapted(model=streamed, write_back=source.write_back)
 
 
-def _streamed(source: Source, claims: Claims, vocab_size: int, *, random: bool) -> StreamedModel:
+def _streamed(source: Source, claims: Claims, vocab_size: int) -> StreamedModel:
     num_layers = len(source.layers)
     names, treedef = list(named_leaves(source.tree)), jax.tree.structure(source.tree)
     shapes = dict(zip(names, jax.tree.leaves(source.tree), strict=True))
@@ -147,7 +161,6 @@ def _streamed(source: Source, claims: Claims, vocab_size: int, *, random: bool) 
         tied=claims.tied,
         vocab_size=vocab_size,
         initial_value=_initial_value(source),
-        random=random,
     )
 
 
@@ -192,6 +205,14 @@ def _initial_value(source: Source) -> Callable[[str, tuple[int, ...], int], np.n
         return np.asarray(value).astype(np.float32)
 
     return initial_value
+
+
+def _check_names(token_arrays: Mapping[str, str]) -> None:
+    taken = sorted(token_arrays.keys() & RESERVED)
+    if taken:
+        raise UserError(
+            f"token_arrays names {taken}, which every batch has its own use for; rename"
+        )
 
 
 def _check_dtypes(source: Source) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,22 +51,27 @@ class Claims:
     x: Any
 
 
-def claim(source: Source, *, tokens_per_row: int, packed: bool, dropout: bool) -> Claims:
+def claim(source: Source, batch: Rows, *, dropout: bool) -> Claims:
     """Trace every function once, on one row.
+
+    Args:
+      source: the model.
+      batch: shapes of one row, from `example_batch`.
+      dropout: whether random numbers may be drawn.
 
     Raises:
       UserError: a parameter is read by no stage or by two, or a function returns something else
         than it must.
     """
-    batch = example_batch(1, tokens_per_row, packed=packed)
+    leading = batch["input_ids"].shape
     embed = trace(source.embed, source.tree, (batch,), dropout)
-    x = _hidden(embed.result, (1, tokens_per_row), "embed")
+    x = _hidden(embed.result, leading, "embed")
     traced: dict[Any, Traced] = {}
     layers = []
     for path, fn, tree in zip(source.layers, source.layer_fns, source.layers.values(), strict=True):
         if fn not in traced:
             traced[fn] = trace(fn, tree, (x, batch), dropout)
-            found = _hidden(traced[fn].result, (1, tokens_per_row), f"layer at {path}")
+            found = _hidden(traced[fn].result, leading, f"layer at {path}")
             if found.shape != x.shape:
                 raise UserError(
                     f"layer at {path} turned hidden states of shape {x.shape} into {found.shape}; "
@@ -92,11 +97,15 @@ def claim(source: Source, *, tokens_per_row: int, packed: bool, dropout: bool) -
     )
 
 
-def example_batch(num_rows: int, tokens_per_row: int, *, packed: bool) -> Rows:
+def example_batch(
+    num_rows: int, tokens_per_row: int, *, packed: bool, token_arrays: Mapping[str, str]
+) -> Rows:
     """Shapes of a batch as the model's functions see it."""
     names = ["input_ids", "targets", "positions", *(["segment_ids"] if packed else [])]
     ids = jax.ShapeDtypeStruct((num_rows, tokens_per_row), jnp.int32)
     batch = Rows(dict.fromkeys(names, ids))
+    for name, dtype in token_arrays.items():
+        batch[name] = jax.ShapeDtypeStruct(ids.shape, jnp.dtype(dtype))
     if packed:
         batch["document_starts"] = jax.ShapeDtypeStruct((num_rows, 2), jnp.int32)
         batch["document_lengths"] = jax.ShapeDtypeStruct((num_rows, 1), jnp.int32)

@@ -36,8 +36,10 @@ def check_sum_over_rows(
     ids = np.arange(3 * tokens, dtype=np.int32).reshape(3, tokens) % vocab_size
     targets = np.where([[True], [True], [False]], ids, IGNORED).astype(np.int32)
     arrays = {
-        name: np.ones((3, *shape.shape[1:]), np.int32)
-        for name, shape in example_batch(1, tokens, packed=packed).items()
+        name: np.ones((3, *shape.shape[1:]), shape.dtype)
+        for name, shape in example_batch(
+            1, tokens, packed=packed, token_arrays=model.token_arrays
+        ).items()
     }
     arrays |= {"input_ids": ids, "targets": targets}
     arrays["positions"] = np.tile(np.arange(tokens, dtype=np.int32), (3, 1))

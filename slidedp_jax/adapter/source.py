@@ -56,7 +56,7 @@ class Rows(dict[str, Any]):
         }
         raise UserError(
             f"a model function asked for batch[{name!r}]; the batch has {sorted(self)}. "
-            + hint.get(name, "The names are those of slidedp_jax.batch")
+            + hint.get(name, "Name further arrays of your batches in adapt(token_arrays=...)")
         )
 
 

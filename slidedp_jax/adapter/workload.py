@@ -192,7 +192,8 @@ class _Probe:
         )
 
     def _batch(self, rows: int, tokens: int) -> dict[str, Any]:
-        return dict(example_batch(rows, tokens, packed=self._packed))
+        names = self._model.token_arrays
+        return dict(example_batch(rows, tokens, packed=self._packed, token_arrays=names))
 
     def _hidden(self, rows: int, tokens: int) -> Any:
         embed = self._params(self._model.embed)

@@ -155,6 +155,25 @@ def test_a_batch_array_that_is_not_there():
     slidedp_jax.adapt(model, **(PARTS | {"embed": segmented}), packed=True)
 
 
+def test_a_batch_without_the_arrays_that_were_named():
+    def weighted(model, x, batch):
+        return head_loss(model, x, batch | {"targets": batch["targets"] * (batch["w"] > 0)})
+
+    model = Hybrid(nnx.Rngs(0))
+    refused(model, r"asked for batch\['w'\].*token_arrays", head_loss=weighted)
+    refused(model, r"names \['targets'\]", token_arrays={"targets": "int32"})
+    parts = PARTS | {"token_arrays": {"w": "float32"}}
+    adapted = slidedp_jax.adapt(model, **parts)
+    ids = np.ones((2, 4), np.int32)
+    with Trainer(
+        adapted.model, adamw(), strategy=strategy(1, 2), num_devices=1, kernel_form="whole"
+    ) as trainer:
+        with pytest.raises(UserError, match=r"the batch lacks \['w'\]"):
+            trainer.step({"input_ids": ids, "labels": ids})
+        with pytest.raises(UserError, match=r"w has shape \(2, 3\)"):
+            trainer.step({"input_ids": ids, "labels": ids, "w": ids[:, :3]})
+
+
 def test_collections_of_linen_that_change():
     variables = {"params": {"w": jnp.ones(2)}, "batch_stats": {"mean": jnp.ones(2)}}
     refused(variables, r"collections \['batch_stats'\].*variables\['params'\]")

@@ -113,9 +113,9 @@ def plain_layer(layer, x):
     return x + jnp.tanh(jnp.cumsum(y, axis=1) @ layer["w"])
 
 
-@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("devices", [1, 4])
 def test_a_plain_pytree_with_a_loss_of_its_own(devices):
-    """The loss adds a penalty on the logits' size, per supervised token."""
+    """Each token has a weight, the logits' size a penalty; on four devices rows fill up."""
     rng = np.random.default_rng(0)
 
     def draw(*shape):
@@ -135,8 +135,11 @@ def test_a_plain_pytree_with_a_loss_of_its_own(devices):
         layers="layers",
         embed=lambda p, batch: p["table"][batch["input_ids"]],
         layer=lambda p, x, batch: plain_layer(p, x),
-        head_loss=lambda p, x, batch: jnp.sum(token_losses(p, x, batch["targets"])),
+        head_loss=lambda p, x, batch: jnp.sum(
+            token_losses(p, x, batch["targets"]) * batch["weights"]
+        ),
         vocab_size=VOCAB,
+        token_arrays={"weights": "float32"},
     )
     assert adapted.model.tied
 
@@ -145,10 +148,12 @@ def test_a_plain_pytree_with_a_loss_of_its_own(devices):
         for layer in params["layers"]:
             x = plain_layer(layer, x)
         losses = token_losses(params, x[:, :-1], batch["labels"][:, 1:])
-        return jnp.sum(losses) / jnp.sum(batch["labels"][:, 1:] >= 0)
+        weighted = losses * batch["weights"][:, :-1]
+        return jnp.sum(weighted) / jnp.sum(batch["labels"][:, 1:] >= 0)
 
-    plain_losses, plain = train_plainly(loss, params, adamw(), batches())
-    losses, trained = train(adapted, batches(), devices=devices, layers=2)
+    weighted = [batch | {"weights": rng.random((ROWS, TOKENS))} for batch in batches()]
+    plain_losses, plain = train_plainly(loss, params, adamw(), weighted)
+    losses, trained = train(adapted, weighted, devices=devices, layers=2)
     assert_equal_training(losses, trained, plain_losses, named_leaves(plain))
     new = adapted.write_back(trained)
     assert jax.tree.structure(new) == jax.tree.structure(params)

@@ -166,6 +166,20 @@ def test_given_positions_are_kept():
     np.testing.assert_array_equal(prepared.microbatches[0]["positions"], [[5, 6, 7]])
 
 
+def test_seeds_go_with_the_rows_place_in_the_step():
+    """Five rows on two devices in microbatches of one: six places, the last of them padding."""
+    ids = np.arange(10).reshape(5, 2)
+    split = {"vocab_size": VOCAB, "num_devices": 2, "rows_per_microbatch": 1}
+    prepared = prepare({"input_ids": ids, "labels": ids}, seed_and_step=(9, 4), **split)
+    seeds = np.concatenate([arrays["row_seeds"] for arrays in prepared.microbatches])
+    assert seeds.dtype == np.uint32
+    np.testing.assert_array_equal(seeds, [[9, 4, place] for place in range(6)])
+    plain = prepare({"input_ids": ids, "labels": ids}, **split)
+    assert "row_seeds" not in plain.microbatches[0]
+    with pytest.raises(UserError, match="seed is -1"):
+        prepare({"input_ids": ids, "labels": ids}, seed_and_step=(-1, 4), **split)
+
+
 GOOD = np.arange(8).reshape(2, 4)
 
 
