@@ -48,6 +48,7 @@ def measured_workload(
     Returns:
       Workload. Attention is counted as executed, so an MFU that is made of it counts masked pairs
       that the model computes nevertheless.
+      Memory holds for rows of this length, packed or not: plan without `documents_per_row`.
     """
     probe = _Probe(model, tokens_per_row, jnp.dtype(compute_dtype), packed)
     layers: dict[Any, StageWork] = {}
