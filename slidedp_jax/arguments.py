@@ -80,6 +80,8 @@ class TrainArguments:
     adam_epsilon: float = _setting("training", "AdamW", 1e-8)
     max_grad_norm: float | None = _setting("training", "exact global clip; 0 or null for none", 1.0)
     on_nonfinite: Literal["stop", "skip"] = _setting("training", "non-finite gradients", "stop")
+    max_loss: float | None = _setting("training", "treat a larger loss like those", None)
+    max_consecutive_skips: int = _setting("training", "skips in a row before it stops", 10)
     seed: int = _setting("training", "of everything random", 42)
 
     num_devices: int | None = _setting("devices", "compute devices; all by default", None)
@@ -115,6 +117,8 @@ class TrainArguments:
         for name in ("max_steps", "save_steps", "eval_steps", "num_devices", "max_train_samples"):
             value = getattr(self, name)
             self._require(name, value is None or value >= 1, "at least 1, or null")
+        self._require("max_loss", self.max_loss is None or self.max_loss > 0, "positive, or null")
+        self._require("max_consecutive_skips", self.max_consecutive_skips >= 1, "at least 1")
         self._require("save_total_limit", self.save_total_limit >= 1, "at least 1")
         self._require("num_train_epochs", 0 < self.num_train_epochs < math.inf, "positive")
         for name in ("learning_rate", "weight_decay", "warmup_steps", "max_grad_norm"):

@@ -3,7 +3,8 @@
 A batch is a mapping of NumPy arrays [R, T] for R rows of one step (all devices and microbatches):
 `input_ids` and `labels` in the Hugging Face convention (labels aligned with the inputs, -100 where
 nothing is supervised; the model's position t predicts label t + 1), optionally `segment_ids`
-(0 padding, documents 1, 2, ...; needed for packed or padded rows) and `positions`.
+(0 padding, documents 1, 2, ...; needed for packed or padded rows) and `positions`. `row_ids`, a
+sequence of any length, are the numbers of the source rows in it, which errors name.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ class PreparedBatch:
         [G * rows_per_microbatch, T], rows of one device together.
       num_supervised: supervised target tokens of the step.
       num_tokens: tokens that are not padding.
+      row_ids: numbers of the source rows, as given.
     """
 
     microbatches: tuple[dict[str, np.ndarray], ...]
     num_supervised: int
     num_tokens: int
+    row_ids: tuple[int, ...] = ()
 
 
 def prepare(
@@ -88,6 +91,7 @@ def prepare(
         microbatches=_split(arrays, num_devices * rows_per_microbatch),
         num_supervised=num_supervised,
         num_tokens=num_tokens,
+        row_ids=tuple(int(number) for number in np.ravel(batch.get("row_ids", ()))),
     )
 
 

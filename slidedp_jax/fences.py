@@ -25,6 +25,15 @@ class Fences:
         """Number of chunks."""
         return len(self._versions)
 
+    def check(self) -> None:
+        """Raise if a step or an update has failed.
+
+        Raises:
+          TrainingStopped: with the first cause attached.
+        """
+        with self._condition:
+            self._check()
+
     def is_committed(self, chunk: int, version: int) -> bool:
         """Whether `chunk` has reached `version`; raises if an update has failed."""
         with self._condition:
@@ -90,6 +99,6 @@ class Fences:
             raise self._failure
         if self._failure is not None:
             raise TrainingStopped(
-                f"an update of the host state failed: {self._failure}. The state in memory is no "
-                "longer whole; go on from the last checkpoint."
+                f"a step failed: {self._failure}. The state in memory is no longer of one step; go "
+                "on from the last checkpoint."
             ) from self._failure

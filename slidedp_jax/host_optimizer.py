@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 import numpy as np
@@ -27,10 +27,9 @@ from slidedp_jax.errors import TrainingStopped
 from slidedp_jax.fences import Fences
 from slidedp_jax.host_store import HostStore
 from slidedp_jax.routes import ArrivingGradient
+from slidedp_jax.step_guard import StepEnd, StepGuard
 from slidedp_jax.trace import Tracer
 from slidedp_jax.update_kernel import UpdateKernels
-
-NonfinitePolicy = Literal["stop", "skip"]
 
 _NORM = -1  # sorts before every chunk of its step
 _MAX_RUNNING = 2
@@ -63,7 +62,7 @@ class HostOptimizer:
       kernels: its compiled updates.
       policy: when chunks are updated; `eager` allows neither clipping nor skipping.
       max_grad_norm: limit of the global norm; None switches clipping off.
-      on_nonfinite: whether a step with a non-finite norm stops training or is skipped.
+      guard: which steps are bad, and whether those stop training or are skipped.
       sums_on_host: whether gradients arrive as one summand per device.
       tracer: takes note of updates.
     """
@@ -77,19 +76,17 @@ class HostOptimizer:
         *,
         policy: UpdatePolicy,
         max_grad_norm: float | None,
-        on_nonfinite: NonfinitePolicy,
+        guard: StepGuard,
         sums_on_host: bool,
         tracer: Tracer,
     ):
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"max_grad_norm={max_grad_norm}; a positive number, or None for none")
-        if on_nonfinite not in get_args(NonfinitePolicy):
-            raise ValueError(f"on_nonfinite={on_nonfinite!r}; allowed: 'stop', 'skip'")
-        if policy == "eager" and (max_grad_norm is not None or on_nonfinite == "skip"):
+        if policy == "eager" and (max_grad_norm is not None or guard.skips):
             raise ValueError(
                 f"eager updates run before the norm is known, so max_grad_norm={max_grad_norm} and "
-                f"on_nonfinite={on_nonfinite!r} cannot hold; use update_policy='deferred', or "
-                "max_grad_norm=None with on_nonfinite='stop'"
+                f"on_nonfinite={'skip' if guard.skips else 'stop'!r} cannot both hold; use "
+                "update_policy='deferred', or max_grad_norm=None with on_nonfinite='stop'"
             )
         self.deferred = policy == "deferred"
         self.shared = optimizer.initial_shared()
@@ -97,14 +94,14 @@ class HostOptimizer:
         self._fences = fences
         self._kernels = kernels
         self._max_norm = np.inf if max_grad_norm is None else max_grad_norm
-        self._on_nonfinite = on_nonfinite
+        self._guard = guard
         self._sums_on_host = sums_on_host
         self._tracer = tracer
         self._condition = threading.Condition()
         self._jobs: list[tuple[int, int]] = []
         self._running: collections.deque[_RunningUpdate] = collections.deque()
         self._gradients: dict[tuple[int, int], ArrivingGradient] = {}
-        self._ends: dict[int, tuple[Sequence[jax.Array], Future[StepUpdate]]] = {}
+        self._ends: dict[int, tuple[StepEnd, Future[StepUpdate]]] = {}
         self._squares: dict[tuple[int, int], np.ndarray] = {}
         self._norm = 0.0
         self._placed: list[jax.Array] = []
@@ -122,12 +119,8 @@ class HostOptimizer:
                 self._jobs.append((step, chunk))
                 self._condition.notify()
 
-    def end_backward(self, step: int, squares: Sequence[jax.Array]) -> Callable[[], StepUpdate]:
+    def end_backward(self, step: int, end: StepEnd) -> Callable[[], StepUpdate]:
         """All gradients of `step` are submitted.
-
-        Args:
-          step: the step.
-          squares: sums of squares [G] of each chunk's gradient, chunks in forward order.
 
         Returns:
           A function that waits for the norm. With eager updates and gradients summed by the host
@@ -139,7 +132,7 @@ class HostOptimizer:
             if self._failure is not None:  # no thread is left to end the step
                 future.set_exception(self._failure)
                 return future.result
-            self._ends[step] = (squares, future)
+            self._ends[step] = (end, future)
             self._jobs.append((step, len(self._fences) if noted_while_updating else _NORM))
             self._condition.notify()
         return future.result
@@ -212,32 +205,27 @@ class HostOptimizer:
 
     def _end_step(self, step: int) -> None:
         """Know the norm; then, if updates waited for it, release them or skip the step."""
-        squares, _ = self._ends[step]
+        end, _ = self._ends[step]
         with self._tracer.span("wait", "wait for the norm"):
-            if self._sums_on_host:
-                squares = self._host_squares(step)
+            squares = self._host_squares(step) if self._sums_on_host else end.squares
             norm = _global_norm(squares)
-        update = self._report(step, norm)
-        if update.skipped:
+        problem = self._guard.problem(float(norm), end.loss)
+        skipped = problem is not None and self._guard.may_skip()
+        if problem is not None and not skipped:
+            error = TrainingStopped(self._describe(step, problem, end))
+            self._fences.fail(error)
+            raise error
+        if skipped:
             self._skip(step)
         elif self.deferred:
-            self._norm = update.grad_norm
+            self._norm = float(norm)
             with self._condition:
                 for key in self._gradients:
                     if key[0] == step:
                         self._jobs.append(key)
         with self._condition:
             _, future = self._ends.pop(step)
-        future.set_result(update)
-
-    def _report(self, step: int, norm: np.float32) -> StepUpdate:
-        """The outcome of a step; a non-finite norm stops training unless it is to be skipped."""
-        finite = bool(np.isfinite(norm))
-        if not finite and self._on_nonfinite == "stop":
-            error = TrainingStopped(self._describe_nonfinite(step, norm))
-            self._fences.fail(error)
-            raise error
-        return StepUpdate(grad_norm=float(norm), skipped=not finite)
+        future.set_result(StepUpdate(grad_norm=float(norm), skipped=skipped))
 
     def _host_squares(self, step: int) -> list[np.ndarray]:
         if not self.deferred:  # noted while updating
@@ -294,8 +282,9 @@ class HostOptimizer:
                 jax.block_until_ready(update.arrays)
                 self._store.chunks[update.chunk].replace(update.arrays)
 
-    def _describe_nonfinite(self, step: int, norm: float) -> str:
-        left = (
+    def _describe(self, step: int, problem: str, end: StepEnd) -> str:
+        """Why training stops, the first bad parameter, the rows, and how the state is."""
+        state = (
             "No parameter was updated in this step."
             if self.deferred
             else "Updates run before the norm is known when clipping is off, so the parameters "
@@ -303,15 +292,10 @@ class HostOptimizer:
         )
         with self._condition:
             waiting = sorted(item for item in self._gradients.items() if item[0][0] == step)
-        for (_, chunk), gradient in waiting:
-            name = _first_nonfinite(self._store.layouts[chunk], gradient)
-            if name is not None:
-                left = f"The first parameter with a non-finite gradient is {name}. {left}"
-                break
-        return (
-            f"the gradient norm of step {step} is {norm}. {left} Look at this step's rows, lower "
-            "the learning rate, or skip such steps with on_nonfinite='skip'"
-        )
+        names = (_first_nonfinite(self._store.layouts[chunk], g) for (_, chunk), g in waiting)
+        name = next((name for name in names if name is not None), None)
+        first = f" The first parameter with a non-finite gradient is {name}." if name else ""
+        return f"step {step}: {problem}.{first}{end.name_rows()} {state} {self._guard.advice()}"
 
 
 def _global_norm(squares: Sequence[Any]) -> np.float32:

@@ -50,7 +50,7 @@ class StepMetrics:
 
     @property
     def skipped(self) -> bool:
-        """Whether the step was skipped for a non-finite norm."""
+        """Whether the step was skipped for a non-finite norm or a loss above the limit."""
         return self._update().skipped
 
 

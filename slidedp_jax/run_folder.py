@@ -45,6 +45,8 @@ _MAY_CHANGE = frozenset(
         "sample_prompts",
         "sample_max_new_tokens",
         "on_nonfinite",
+        "max_loss",
+        "max_consecutive_skips",
     }
 )
 """Settings that a resumed run may have otherwise than the run that it continues."""

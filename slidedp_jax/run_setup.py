@@ -154,7 +154,8 @@ def make_plan(args: TrainArguments, inputs: RunInputs, num_devices: int) -> Plan
         compute_dtype=args.dtype,
         device_memory_budget_gib=args.device_memory_budget,
         host_memory_budget_gib=args.host_memory_budget,
-        update_policy="deferred" if args.on_nonfinite == "skip" else None,
+        # Eager updates have begun when a step turns out to be bad.
+        update_policy="deferred" if args.on_nonfinite == "skip" or args.max_loss else None,
         choices=choices,
         hardware=hardware,
     )

@@ -119,11 +119,16 @@ class _Run:
 
     def run(self) -> int:
         """Load, train, save, export, report."""
-        from slidedp_jax.checkpoint import read_record, restore
+        from slidedp_jax.checkpoint import read_record
 
         resume = self._folder.resume_from
         kernel_form = read_record(resume)["kernel_form"] if resume else None
-        trainer = self._trainer(kernel_form, load=resume is None)
+        with self._trainer(kernel_form, load=resume is None) as trainer:
+            return self._run(trainer, resume)
+
+    def _run(self, trainer: Any, resume: Any) -> int:
+        from slidedp_jax.checkpoint import restore
+
         first_step = 0
         if resume is not None:
             restored = restore(trainer, resume)
@@ -164,6 +169,8 @@ class _Run:
             ),
             max_grad_norm=args.clip,
             on_nonfinite=args.on_nonfinite,
+            max_loss=args.max_loss,
+            max_consecutive_skips=args.max_consecutive_skips,
             documents_per_row=inputs.source.documents_per_row,
             kernel_form=kernel_form,
         )
@@ -207,7 +214,7 @@ class _Run:
         start = time.perf_counter()
         batch = next(self._inputs.source)
         data_s = time.perf_counter() - start
-        arrays = dict(batch.arrays)
+        arrays = batch.arrays | {"row_ids": batch.row_ids}
         if batch.one_document_per_row and not self._args.packing:
             # Padding is on the right, so causal attention alone keeps documents apart.
             del arrays["segment_ids"]
@@ -280,13 +287,11 @@ class _Run:
         """Samples, export and the summary."""
         if not complete:
             print(f"stopped at step {trainer.step_count}; the same command goes on from there")
-            trainer.close()
             return EXIT_INTERRUPTED
         self._sample(trainer, "after training")
         if self._args.export and not self._export_exists(trainer):
             self._export(trainer)
         self._summary()
-        trainer.close()
         return 0
 
     def _export_exists(self, trainer: Any) -> bool:

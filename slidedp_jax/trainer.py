@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,12 +20,13 @@ from slidedp_jax.compute import ComputePrograms
 from slidedp_jax.elementwise import ElementwiseOptimizer
 from slidedp_jax.errors import UserError
 from slidedp_jax.fences import Fences
-from slidedp_jax.host_optimizer import HostOptimizer, NonfinitePolicy
+from slidedp_jax.host_optimizer import HostOptimizer
 from slidedp_jax.host_store import HostStore
 from slidedp_jax.metrics import StepMetrics, mean_loss
 from slidedp_jax.pipeline import GradientSink, Pipeline, StepOutputs
 from slidedp_jax.process import current_setup
 from slidedp_jax.routes import DATA_AXIS, ArrivingGradient, GradientPath, weight_path
+from slidedp_jax.step_guard import NonfinitePolicy, StepEnd, StepGuard
 from slidedp_jax.trace import Tracer
 from slidedp_jax.update_kernel import KernelForm, UpdateKernels, choose_form
 from slidedp_jax.weight_window import StreamedWeights, WeightSource
@@ -45,7 +47,9 @@ class Trainer:
         with `write(name, array)`, or None for `model.initial_value`.
       seed: of the starting weights where `parameters` is None, and of dropout.
       max_grad_norm: limit of the global gradient norm, exact; None for none.
-      on_nonfinite: "stop" at a non-finite gradient norm, or "skip" the step.
+      on_nonfinite: "stop" at a step with a non-finite gradient norm, or "skip" it.
+      max_loss: steps with a larger loss are treated in the same way; None for no limit.
+      max_consecutive_skips: bad steps in a row that are skipped; the next one stops training.
       documents_per_row: most documents that any packed row will hold; fewer than occur costs
         compilations, not correctness.
       kernel_form: form of the update kernel; None measures which is faster here.
@@ -67,6 +71,8 @@ class Trainer:
         seed: int = 0,
         max_grad_norm: float | None = 1.0,
         on_nonfinite: NonfinitePolicy = "stop",
+        max_loss: float | None = None,
+        max_consecutive_skips: int = 10,
         documents_per_row: int = 1,
         kernel_form: KernelForm | None = None,
         num_devices: int | None = None,
@@ -135,7 +141,11 @@ class Trainer:
             self._kernels,
             policy=strategy.update_policy,
             max_grad_norm=max_grad_norm,
-            on_nonfinite=on_nonfinite,
+            guard=StepGuard(
+                on_nonfinite=on_nonfinite,
+                max_loss=max_loss,
+                max_consecutive_skips=max_consecutive_skips,
+            ),
             sums_on_host=self._gradients.sums_on_host,
             tracer=self._tracer,
         )
@@ -170,12 +180,14 @@ class Trainer:
             self._fences.fail(error)
             raise
         self.step_count = step
+        loss = functools.partial(mean_loss, outputs.losses, prepared.num_supervised)
+        end = StepEnd(squares=outputs.squares, loss=loss, row_ids=prepared.row_ids)
         return StepMetrics(
             step=step,
             losses=outputs.losses,
             num_supervised=prepared.num_supervised,
             num_tokens=prepared.num_tokens,
-            update=self._updates.end_backward(step, outputs.squares),
+            update=self._updates.end_backward(step, end),
         )
 
     def forward_backward(

@@ -58,6 +58,7 @@ class StreamedWeights:
 
     def require(self, version: int) -> None:
         """From now on fetch only chunks that have reached `version`."""
+        self._fences.check()
         assert not self._arriving, "chunks of the last pass were fetched and never taken"
         self._version = version
 

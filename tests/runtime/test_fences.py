@@ -308,11 +308,11 @@ def test_a_nonfinite_gradient_stops_and_leaves_the_state_as_it_was(name):
         it.wait()
         before = everything(it)
         figures = it.step(bad)
-        with pytest.raises(TrainingStopped, match="step 2 is nan") as caught:
+        with pytest.raises(TrainingStopped, match="step 2: the gradient norm is nan") as caught:
             _ = figures.grad_norm
         assert f"first parameter with a non-finite gradient is {BAD_WEIGHT}." in str(caught.value)
         assert "No parameter was updated" in str(caught.value)
-        with pytest.raises(TrainingStopped, match="step 2 is nan"):
+        with pytest.raises(TrainingStopped, match="step 2: the gradient norm is nan"):
             it.step(good[1])
         assert differing(everything(it), before) == []
 
@@ -324,7 +324,7 @@ def test_eager_updates_stop_at_a_nonfinite_norm_even_if_nobody_reads_it(name):
     good, bad = good_and_bad(poison)
     with start(model=model, **RUNS[name]) as it:
         it.step(good[0])
-        with pytest.raises(TrainingStopped, match="step 2 is nan") as caught:
+        with pytest.raises(TrainingStopped, match="step 2: the gradient norm is nan") as caught:
             for batch in (bad, *good):
                 it.step(batch)
         assert "already hold it" in str(caught.value)

@@ -1,0 +1,48 @@
+"""Failures in the middle of a run: exit code, message, and what the folder holds afterwards."""
+
+import json
+
+import pytest
+from runs import checkpoints, losses, metrics
+
+from slidedp_jax.data import BatchSource
+from slidedp_jax.train import main
+
+pytestmark = pytest.mark.timeout(300)
+SETTINGS = {"max_steps": 6, "save_steps": 2}
+
+
+def test_a_failure_in_data_loading_ends_the_run_and_the_next_one_goes_on(
+    inputs, tmp_path, capsys, monkeypatch
+):
+    straight, out = tmp_path / "straight", tmp_path / "run"
+    inputs.train(straight, **SETTINGS)
+    load, calls = BatchSource.__next__, []
+
+    def failing(self):
+        calls.append(0)
+        if len(calls) == 4:
+            raise OSError("the disk is gone")
+        return load(self)
+
+    monkeypatch.setattr(BatchSource, "__next__", failing)
+    assert main(inputs.command(out, **SETTINGS)) == 1
+    assert "the disk is gone" in capsys.readouterr().err
+    assert checkpoints(out) == [2] and len(losses(out)) == 3
+    monkeypatch.undo()
+    inputs.train(out, **SETTINGS)
+    assert losses(out) == losses(straight)
+
+
+def test_bad_steps_are_counted_and_too_many_in_a_row_end_the_run(inputs, tmp_path, capsys):
+    """A limit below every loss makes all steps bad."""
+    out = tmp_path / "run"
+    bad = {"max_loss": 0.01, "on_nonfinite": "skip", "max_consecutive_skips": 3}
+    assert main(inputs.command(out, **SETTINGS | bad)) == 1
+    error = capsys.readouterr().err
+    rows = metrics(out)[-1]["row_ids"]
+    assert "step 4: the loss is" in error and "max_consecutive_skips" in error
+    assert [m["skipped_steps"] for m in metrics(out)] == [1, 2, 3]
+    assert len(rows) == 24 and "Its rows are " in error
+    record = json.loads((out / "checkpoints/step_00000002/trainer.json").read_text())
+    assert record["extra"]["skipped_steps"] == 2
