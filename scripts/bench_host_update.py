@@ -199,7 +199,7 @@ class UpdateVariant:
     def __init__(self, form: str, block_size: int, sharding: Any):
         import optax
 
-        from slidedp_jax.elementwise import ElementwiseOptimizer
+        from slidedp_jax.treatments import Treatments
         from slidedp_jax.update_kernel import UpdateKernels
 
         transformation = optax.adamw(
@@ -210,7 +210,7 @@ class UpdateVariant:
             mask=lambda params: {name: leaf.ndim > 1 for name, leaf in params.items()},
         )
         shapes = {"matrix": (1024, 1024), "vector": (1024,)}
-        self.optimizer = ElementwiseOptimizer(transformation, shapes)
+        (self.optimizer,) = Treatments(transformation, shapes).optimizers
         self.sharding = sharding
         self.block_size = block_size
         self.kernels = UpdateKernels(self.optimizer, sharding, block_size=block_size, form=form)
@@ -236,15 +236,14 @@ class UpdateVariant:
         import jax.numpy as jnp
         import numpy as np
 
-        from slidedp_jax.chunk import ChunkLayout
+        from slidedp_jax.chunk import FlatLayout
 
         num_devices = self.sharding.mesh.size
         blocks = max(1, per_device // self.block_size) * num_devices
         vectors = max(1, blocks // 64)
-        layout = ChunkLayout(
+        layout = FlatLayout(
             name=f"chunk of {blocks} blocks",
             slots=(),
-            trees=(),
             block_size=self.block_size,
             num_pieces=num_devices,
             block_groups=(0,) * (blocks - vectors) + (1,) * vectors,

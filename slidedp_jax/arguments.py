@@ -82,6 +82,7 @@ class TrainArguments:
     on_nonfinite: Literal["stop", "skip"] = _setting("training", "non-finite gradients", "stop")
     max_loss: float | None = _setting("training", "treat a larger loss like those", None)
     max_consecutive_skips: int = _setting("training", "skips in a row before it stops", 10)
+    freeze: list[str] = _setting("training", "patterns of names that stay as they are", [])
     seed: int = _setting("training", "of everything random", 42)
 
     num_devices: int | None = _setting("devices", "compute devices; all by default", None)

@@ -25,7 +25,7 @@ from models.streamed import Stage
 from slidedp_jax.errors import UserError
 from slidedp_jax.trainer import Trainer
 
-FORMAT = 1
+FORMAT = 2
 _STEP = re.compile(r"step_(\d+)")
 _MASTER = "master"
 
@@ -74,7 +74,7 @@ def save(trainer: Trainer, folder: pathlib.Path, extra: Mapping[str, Any]) -> pa
         "format": FORMAT,
         "step": trainer.step_count,
         "shared_optimizer_state": [_to_json(leaf) for leaf in trainer.shared_optimizer_state],
-        "optimizer_state_dtypes": [str(dtype) for dtype in trainer.optimizer_state_dtypes],
+        "optimizer_state": _state_kinds(trainer),
         "kernel_form": trainer.kernel_form,
         "extra": dict(extra),
     }
@@ -94,12 +94,7 @@ def restore(trainer: Trainer, checkpoint: pathlib.Path) -> Restored:
       UserError: the folder is not a complete checkpoint, or of another model or optimizer.
     """
     record = read_record(checkpoint)
-    dtypes = [str(dtype) for dtype in trainer.optimizer_state_dtypes]
-    if record["optimizer_state_dtypes"] != dtypes:
-        raise UserError(
-            f"{checkpoint} holds optimizer state of dtypes {record['optimizer_state_dtypes']}, "
-            f"this optimizer keeps {dtypes}; resume with the optimizer of the saving run"
-        )
+    _check_state_kinds(checkpoint, record["optimizer_state"], _state_kinds(trainer))
     checkpointer = _checkpointer()
     for stage in trainer.model.stages():
         item = (checkpoint / _item(stage)).absolute()
@@ -168,23 +163,41 @@ def _stage_arrays(trainer: Trainer, stage: Stage) -> dict[str, dict[str, np.ndar
         name: {_MASTER: store.read(name)}
         | {
             f"state_{number}": store.read_state(name, number)
-            for number in range(len(trainer.optimizer_state_dtypes))
+            for number in range(len(store.state_specs(name)))
         }
         for name in stage.parameter_names()
     }
+
+
+def _state_kinds(trainer: Trainer) -> dict[str, list[str]]:
+    """Parameter name -> dtype and shape of each of its optimizer state arrays; none if frozen."""
+    return {
+        name: [f"{spec.dtype}{list(spec.shape)}" for spec in trainer.store.state_specs(name)]
+        for name in trainer.store.parameter_names
+    }
+
+
+def _check_state_kinds(
+    checkpoint: pathlib.Path, saved: Mapping[str, list[str]], wanted: Mapping[str, list[str]]
+) -> None:
+    if saved.keys() != wanted.keys():
+        odd = min(saved.keys() ^ wanted.keys())
+        raise UserError(f"{checkpoint} does not fit this model: only one of them has {odd}")
+    for name, kinds in wanted.items():
+        if saved[name] != kinds:
+            raise UserError(
+                f"{checkpoint} holds optimizer state {saved[name]} of {name}, this optimizer keeps "
+                f"{kinds}; resume with the optimizer and the frozen parameters of the saving run"
+            )
 
 
 def _read_stage(
     trainer: Trainer, stage: Stage, item: pathlib.Path, checkpointer: ocp.Checkpointer
 ) -> None:
     store = trainer.store
-    dtypes = {_MASTER: np.dtype(np.float32)} | {
-        f"state_{number}": dtype for number, dtype in enumerate(trainer.optimizer_state_dtypes)
-    }
     wanted = {
-        name: {
-            kind: jax.ShapeDtypeStruct(store.shapes[name], dtype) for kind, dtype in dtypes.items()
-        }
+        name: {_MASTER: jax.ShapeDtypeStruct(store.shapes[name], np.dtype(np.float32))}
+        | {f"state_{number}": spec for number, spec in enumerate(store.state_specs(name))}
         for name in stage.parameter_names()
     }
     as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), wanted)
@@ -194,7 +207,7 @@ def _read_stage(
         )
         for name, arrays in tree.items():
             store.write(name, arrays[_MASTER])
-            for number in range(len(trainer.optimizer_state_dtypes)):
+            for number in range(len(store.state_specs(name))):
                 store.write_state(name, number, arrays[f"state_{number}"])
     except (ValueError, KeyError) as error:
         raise UserError(f"{item} does not fit this model: {error}") from error

@@ -17,13 +17,16 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models.streamed import Cache, CachedFn, StreamedModel
-from slidedp_jax.chunk import ChunkLayout
+from slidedp_jax.chunk import ChunkLayout, Trained
 from slidedp_jax.routes import DATA_AXIS, GradientPath, WeightPath
 from slidedp_jax.split_float import join
 
 _ROWS, _SAME = PartitionSpec(DATA_AXIS), PartitionSpec()
 
 LayerFns = tuple[Callable[..., jax.Array], ...]
+
+FetchedChunk = tuple[tuple[tuple[jax.Array, ...], ...], ...]
+"""Per part of a chunk, what the weight route fetched of `high` and, in fp32 compute, of `low`."""
 
 
 class ComputePrograms:
@@ -35,6 +38,8 @@ class ComputePrograms:
       weights: weight route.
       gradients: gradient route.
       compute_dtype: dtype of weights and activations.
+      embed_trained: which leaves of the embedding are trained; None: all.
+      head_trained: which leaves of the head are trained; None: all.
     """
 
     def __init__(
@@ -44,7 +49,12 @@ class ComputePrograms:
         weights: WeightPath,
         gradients: GradientPath,
         compute_dtype: Any,
+        *,
+        embed_trained: Trained | None = None,
+        head_trained: Trained | None = None,
     ):
+        self._embed_trained = embed_trained
+        self._head_trained = head_trained
         self._model = model
         self._mesh = mesh
         self._weights = weights
@@ -78,32 +88,36 @@ class ComputePrograms:
         rows = NamedSharding(self._mesh, _ROWS)
         return jax.device_put(np.full(self._mesh.size, index, np.int32), rows)
 
-    def unpack(self, layout: ChunkLayout, arrays: tuple[tuple[jax.Array, ...], ...]) -> Any:
-        """Fetched arrays of a chunk -> one parameter tree per stage, in the compute dtype.
-
-        `arrays` holds what the weight route fetched of `high` and, in fp32 compute, of `low`.
-        """
+    def unpack(self, layout: ChunkLayout, arrays: FetchedChunk) -> Any:
+        """Fetched arrays of a chunk -> one parameter tree per stage, in the compute dtype."""
         program = self._unpack.get(layout.signature)
         if program is None:
 
+            def part(fields: Any) -> jax.Array:
+                flats = [self._weights.assemble(field) for field in fields]
+                return join(*flats) if len(flats) == 2 else flats[0]
+
             def body(arrays: Any) -> Any:
-                flats = [self._weights.assemble(part) for part in arrays]
-                flat = join(*flats) if len(flats) == 2 else flats[0]
-                return layout.unpack(flat)
+                return layout.unpack([part(fields) for fields in arrays])
 
             program = self._map(body, (self._weights.spec,), _SAME)
             self._unpack[layout.signature] = program
         return program(arrays)
 
-    def pack(self, layout: ChunkLayout, trees: Any) -> tuple[jax.Array, jax.Array]:
-        """Accumulated gradients of a chunk -> (wire array, sums of squares [G])."""
+    def pack(self, layout: ChunkLayout, trees: Any) -> tuple[tuple[jax.Array, ...], jax.Array]:
+        """Accumulated gradients of a chunk -> (wire array per trained part, sums of squares [G]).
+
+        `trees` has no leaves for frozen parameters.
+        """
         program = self._pack.get(layout.signature)
         if program is None:
 
-            def body(trees: Any) -> tuple[jax.Array, jax.Array]:
+            def body(trees: Any) -> tuple[tuple[jax.Array, ...], jax.Array]:
                 own = jax.tree.map(lambda leaf: leaf[0], trees)
                 dtype = jnp.result_type(*jax.tree.leaves(own))
-                return self._gradients.to_wire(layout.pack(own, dtype))
+                sent = [self._gradients.to_wire(flat) for flat in layout.pack(own, dtype)]
+                wires, squares = zip(*sent, strict=True)
+                return wires, sum(squares[1:], start=squares[0])
 
             program = self._map(body, (_ROWS,), (_ROWS, _ROWS))
             self._pack[layout.signature] = program
@@ -129,34 +143,66 @@ class ComputePrograms:
 
         return self._map(body, (_SAME, _ROWS, _ROWS, _ROWS), (_ROWS, _ROWS), donate=(3,))
 
-    def _make_backward(self, layer_fns: LayerFns, widen: bool) -> Callable[..., Any]:
+    def _make_backward(
+        self,
+        layer_fns: LayerFns,
+        widen: bool,
+        trained: Trained | None = None,
+        needs_dx: bool = True,
+    ) -> Callable[..., Any]:
         """(trees, x before the chunk, dy, batch, sums or None) -> (dx, sums of gradients).
 
         Recomputes the chunk. Sums are trees of [G, ...]: each device's own gradients, in fp32 with
-        `widen` (several microbatches), else in the compute dtype.
+        `widen` (several microbatches), else in the compute dtype. Frozen leaves (`trained`; None:
+        all are trained) have none; without `needs_dx`, dx is None.
         """
 
         def body(trees: Any, x: jax.Array, dy: jax.Array, batch: Any, sums: Any) -> Any:
-            _, pullback = jax.vjp(lambda t, h: _apply(layer_fns, t, h, batch), trees, x)
-            gradients, dx = pullback(dy)
+            chosen, frozen = _choose(trees, trained)
+
+            def forward(chosen: Any, x: jax.Array) -> jax.Array:
+                return _apply(layer_fns, _merge(chosen, frozen), x, batch)
+
+            if needs_dx:
+                gradients, dx = jax.vjp(forward, chosen, x)[1](dy)
+            else:
+                (gradients,), dx = jax.vjp(lambda t: forward(t, x), chosen)[1](dy), None
             return dx, _accumulate(sums, gradients, widen)
 
-        return self._map(body, (_SAME, _ROWS, _ROWS, _ROWS, _ROWS), (_ROWS, _ROWS), donate=(2, 4))
+        return self._map(
+            body,
+            (_SAME, _ROWS, _ROWS, _ROWS, _ROWS),
+            (_ROWS, _ROWS),
+            donate=(2, 4) if needs_dx else (4,),
+        )
 
-    def _make_head_backward(self, widen: bool) -> Callable[..., Any]:
+    def _make_head_backward(self, widen: bool, needs_dx: bool = True) -> Callable[..., Any]:
         """(head, embed or None, x, batch, scale, sums or None) -> (loss sums [G], dx, sums).
 
         `scale` is 1 / supervised tokens of the step, `sums` of (head, embed) gradients; those of a
-        tied embedding are always fp32, since the lookup's are added to them.
+        tied embedding are always fp32, since the lookup's are added to them. Frozen leaves have no
+        gradients; without `needs_dx`, dx is None.
         """
 
         def body(
             head: Any, embed: Any, x: jax.Array, batch: Any, scale: jax.Array, sums: Any
         ) -> Any:
-            value, pullback = jax.vjp(
-                lambda h, e, y: self._model.head_loss_fn(h, e, y, batch), head, embed, x
-            )
-            head_gradients, embed_gradients, dx = pullback(scale.astype(value.dtype))
+            (head,), (frozen_head,) = _choose((head,), self._head_trained)
+            frozen_embed = None
+            if embed is not None:
+                (embed,), (frozen_embed,) = _choose((embed,), self._embed_trained)
+
+            def loss(head: Any, embed: Any, x: jax.Array) -> jax.Array:
+                return self._model.head_loss_fn(
+                    _merge(head, frozen_head), _merge(embed, frozen_embed), x, batch
+                )
+
+            if needs_dx:
+                value, pullback = jax.vjp(loss, head, embed, x)
+                head_gradients, embed_gradients, dx = pullback(scale.astype(value.dtype))
+            else:
+                value, pullback = jax.vjp(lambda h, e: loss(h, e, x), head, embed)
+                (head_gradients, embed_gradients), dx = pullback(scale.astype(value.dtype)), None
             head_sums, embed_sums = sums if sums is not None else (None, None)
             total = (
                 _accumulate(head_sums, head_gradients, widen),
@@ -195,11 +241,44 @@ class ComputePrograms:
     def _embed_gradients(self, embed: Any, batch: Any, dx: jax.Array) -> Any:
         """Rows that occur often add up in fp32: the lookup is differentiated at fp32 weights."""
         wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), embed)
+        (chosen,), (frozen,) = _choose((wide,), self._embed_trained)
 
-        def lookup(params: Any) -> jax.Array:
-            return self._model.embed_fn(params, batch).astype(dx.dtype)
+        def lookup(chosen: Any) -> jax.Array:
+            return self._model.embed_fn(_merge(chosen, frozen), batch).astype(dx.dtype)
 
-        return jax.vjp(lookup, wide)[1](dx)[0]
+        return jax.vjp(lookup, chosen)[1](dx)[0]
+
+
+def _choose(trees: tuple[Any, ...], trained: Trained | None) -> tuple[Any, Any]:
+    """Trees with None in place of frozen leaves, and the same of trained ones."""
+    if trained is None or all(map(all, trained)):
+        return trees, (None,) * len(trees)
+
+    def pick(wanted: bool) -> tuple[Any, ...]:
+        return tuple(
+            jax.tree.unflatten(
+                jax.tree.structure(tree),
+                [
+                    leaf if flag == wanted else None
+                    for leaf, flag in zip(jax.tree.leaves(tree), flags, strict=True)
+                ],
+            )
+            for tree, flags in zip(trees, trained, strict=True)
+        )
+
+    return pick(True), pick(False)
+
+
+def _merge(chosen: Any, frozen: Any) -> Any:
+    """What `_choose` took apart."""
+    if not jax.tree.leaves(frozen):
+        return chosen
+    return jax.tree.map(
+        lambda one, other: other if one is None else one,
+        chosen,
+        frozen,
+        is_leaf=lambda leaf: leaf is None,
+    )
 
 
 def _apply(layer_fns: LayerFns, trees: Any, x: jax.Array, batch: Any) -> jax.Array:

@@ -1,25 +1,21 @@
-"""An optax transformation taken apart into a function of one block of elements.
+"""Update programs that may be run on blocks of elements, as the blocked kernel does.
 
-Valid for element-wise transformations: the update of an element depends on that element's value,
-gradient and state and on scalars shared by all parameters (step count, injected hyperparameters).
-That is checked, not assumed: programs that read other parameters are refused from their jaxpr, and
-each distinct program is run on a matrix as a whole and in pieces, over several steps and gradient
-scales, which must agree.
+An element-wise program's update of an element depends on that element's value, gradient and state
+and on shared scalars. That is checked, not assumed: each program is run on a matrix as a whole and
+in pieces, over several steps and gradient scales, which must agree.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
-from slidedp_jax.errors import UserError
-from slidedp_jax.leaf_programs import leaf_programs, owner_of
+from slidedp_jax.decompose import DecomposedOptimizer
 
 LANES = 128
 """Blocks of a matrix are shown to the transformation as [block / LANES, LANES]: two dimensions."""
@@ -28,78 +24,37 @@ _GRADIENT_SCALES = (1e-3, 1.0, 1e6)
 
 
 class ElementwiseOptimizer:
-    """Groups of parameters with one update program each, and that program on blocks.
+    """Element-wise programs with the same state, on blocks.
 
     Args:
-      transformation: any element-wise optax gradient transformation. It sees the parameters as a
-        flat dict from full name to array; masks may look at names and shapes.
-      shapes: full parameter name -> shape.
+      optimizer: the transformation taken apart.
+      members: its groups that this object updates, in the order of their numbers here.
 
     Attributes:
-      groups: parameter name -> group number.
-      state_dtypes: dtypes of the per-parameter state arrays, alike for all groups.
-
-    Raises:
-      UserError: the transformation is not element-wise, or groups need different state.
+      state_dtypes: dtypes of the per-parameter state arrays.
     """
 
-    def __init__(
-        self,
-        transformation: optax.GradientTransformation,
-        shapes: Mapping[str, tuple[int, ...]],
-    ):
-        self._transformation = optax.with_extra_args_support(transformation)
-        params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
-        programs, shared = leaf_programs(transformation, params)
-        if shared.reads:
-            raise UserError(
-                "the optimizer keeps state that depends on all parameters or gradients (such as "
-                f"{min(shared.reads)}), as estimated learning rates (D-Adaptation, Prodigy), "
-                "apply_if_finite and MultiSteps do. Use an element-wise transformation such as "
-                "adamw, lion or sgd; on_nonfinite='skip' and more microbatches per step replace "
-                "the latter two"
-            )
-        for name, program in programs.items():
-            if program.reads:
-                raise UserError(
-                    f"the optimizer's update of {name} reads other parameters "
-                    f"(such as {min(program.reads)}), as a clip by the global norm does. Take the "
-                    "clip out of the optax chain and pass max_grad_norm instead; it is exact and "
-                    "overlaps with the updates"
-                )
-        texts = list(dict.fromkeys(program.text for program in programs.values()))
-        self.groups = {name: texts.index(program.text) for name, program in programs.items()}
-        self.representatives = [
-            next(name for name in programs if self.groups[name] == group)
-            for group in range(len(texts))
-        ]
-        self._params = self._fewest_parameters(params, texts)
-        self.state_dtypes = self._common_state_dtypes()
-        for group in range(len(texts)):
-            self._check_elementwise(group)
+    def __init__(self, optimizer: DecomposedOptimizer, members: Sequence[int]):
+        self._optimizer = optimizer
+        self._members = tuple(members)
+        dtypes = {state_dtypes(optimizer, group) for group in members}
+        assert len(dtypes) <= 1, dtypes
+        self.state_dtypes: tuple[np.dtype, ...] = next(iter(dtypes), ())
+        self.initial_shared = optimizer.initial_shared
+        self.advance_shared = optimizer.advance_shared
 
     @property
     def num_groups(self) -> int:
         """Number of distinct update programs."""
-        return len(self.representatives)
-
-    def initial_shared(self) -> list[np.ndarray]:
-        """Starting values of the state that no parameter owns (step counts and the like)."""
-
-        def init() -> list[jax.Array]:
-            params = {name: jnp.zeros(leaf.shape) for name, leaf in self._params.items()}
-            return self._shared(self._transformation.init(params))
-
-        with jax.default_device(jax.devices("cpu")[0]):
-            return [np.asarray(leaf) for leaf in jax.jit(init)()]
+        return len(self._members)
 
     def init_block(
         self, group: int, values: jax.Array, shape: tuple[int, ...] | None = None
     ) -> list[jax.Array]:
         """Starting state of a flat block of master weights."""
-        name, params = self._with_block(group, values, shape)
-        state = self._transformation.init(params)
-        return [leaf.reshape(-1) for leaf in self._owned(state, name)]
+        shape = shape or self._block_shape(group, values.size)
+        state = self._optimizer.init(self._members[group], values.reshape(shape))
+        return [leaf.reshape(-1) for leaf in state]
 
     def update_block(
         self,
@@ -115,143 +70,67 @@ class ElementwiseOptimizer:
         `shared` is the shared state before the step, the same for every block of the step. `shape`
         is what the transformation sees the block as; by default, a matrix if its group's are.
         """
-        name, params = self._with_block(group, values, shape)
-        shape = params[name].shape
-        gradient_tree = {other: jnp.zeros_like(leaf) for other, leaf in params.items()}
-        gradient_tree[name] = gradients.reshape(shape)
-        tree = self._fill_state(params, name, [leaf.reshape(shape) for leaf in state], shared)
-        updates, new_state = self._transformation.update(gradient_tree, tree, params)
-        new_values = optax.apply_updates(params, updates)[name]
-        return new_values.reshape(-1), [leaf.reshape(-1) for leaf in self._owned(new_state, name)]
+        shape = shape or self._block_shape(group, values.size)
+        new_values, new_state = self._optimizer.update(
+            self._members[group],
+            values.reshape(shape),
+            gradients.reshape(shape),
+            [leaf.reshape(shape) for leaf in state],
+            shared,
+        )
+        return new_values.reshape(-1), [leaf.reshape(-1) for leaf in new_state]
 
-    def advance_shared(self, shared: Sequence[Any]) -> list[jax.Array]:
-        """The shared state after one step."""
-        params = {name: jnp.zeros(leaf.shape) for name, leaf in self._params.items()}
-        tree = self._fill_state(params, None, [], shared)
-        return self._shared(self._transformation.update(params, tree, params)[1])
+    def _block_shape(self, group: int, size: int) -> tuple[int, ...]:
+        rank = len(self._optimizer.shape(self._members[group]))
+        lanes = math.gcd(LANES, size)
+        return (1,) * (rank - 2) + (size // lanes, lanes) if rank >= 2 else (size,)
 
-    def _fewest_parameters(
-        self, params: dict[str, jax.ShapeDtypeStruct], texts: list[str]
-    ) -> dict[str, jax.ShapeDtypeStruct]:
-        """The representatives alone if the programs stay the same without the others.
 
-        Masks given as functions work on any tree; a mask given as a tree needs all of it.
-        """
-        few = {name: params[name] for name in self.representatives}
-        try:
-            programs, _ = leaf_programs(self._transformation, few)
-        except (ValueError, KeyError, TypeError):
-            return params
-        same = all(programs[name].text == texts[self.groups[name]] for name in few)
-        return few if same else params
+def state_dtypes(optimizer: DecomposedOptimizer, group: int) -> tuple[np.dtype, ...]:
+    """Dtypes of the state arrays of a group's parameters."""
+    return tuple(np.dtype(leaf.dtype) for leaf in optimizer.state_shapes(group))
 
-    def _with_block(
-        self, group: int, values: jax.Array, shape: tuple[int, ...] | None
-    ) -> tuple[str, dict[str, jax.Array]]:
-        """The parameter tree with `values`, shaped to its rank, in the representative's place."""
-        name = self.representatives[group]
-        params = {other: jnp.zeros(leaf.shape) for other, leaf in self._params.items()}
-        rank = len(self._params[name].shape)
-        if shape is None:
-            lanes = math.gcd(LANES, values.size)
-            shape = (1,) * (rank - 2) + (-1, lanes) if rank >= 2 else values.shape
-        params[name] = values.reshape(shape)
-        return name, params
 
-    def _fill_state(
-        self,
-        params: dict[str, jax.Array],
-        name: str | None,
-        owned: Sequence[jax.Array],
-        shared: Sequence[Any],
-    ) -> Any:
-        """A state tree for `params` with the given leaves of `name` and shared leaves."""
-        tree = jax.eval_shape(self._transformation.init, params)
-        flat, structure = jax.tree_util.tree_flatten_with_path(tree)
-        own, common = iter(owned), iter(shared)
-        leaves = []
-        for path, leaf in flat:
-            owner = owner_of(path, params)
-            if owner is None:
-                leaves.append(next(common))
-            elif owner == name:
-                leaves.append(next(own))
-            else:
-                leaves.append(jnp.zeros(leaf.shape, leaf.dtype))
-        return jax.tree.unflatten(structure, leaves)
+def is_elementwise(optimizer: DecomposedOptimizer, group: int) -> bool:
+    """Whether the group's state has the parameter's shape and its program agrees with its pieces.
 
-    def _owned(self, state: Any, name: str) -> list[Any]:
-        flat = jax.tree_util.tree_flatten_with_path(state)[0]
-        return [leaf for path, leaf in flat if owner_of(path, self._params) == name]
+    Half of the weights start at 0, where an update of any size shows all its digits.
+    """
+    if any(leaf.shape != optimizer.shape(group) for leaf in optimizer.state_shapes(group)):
+        return False
+    start = np.random.default_rng(0).standard_normal(6 * LANES * LANES).astype(np.float32)
+    start[::2] = 0
+    with jax.default_device(jax.devices("cpu")[0]):
+        whole, pieces = (_trial_steps(optimizer, group, start, number) for number in (1, 3))
+    return all(_agree(expected, got) for expected, got in zip(whole, pieces, strict=True))
 
-    def _shared(self, state: Any) -> list[Any]:
-        flat = jax.tree_util.tree_flatten_with_path(state)[0]
-        return [leaf for path, leaf in flat if owner_of(path, self._params) is None]
 
-    def _common_state_dtypes(self) -> tuple[np.dtype, ...]:
-        state = jax.eval_shape(self._transformation.init, self._params)
-        per_group = []
-        for name in self.representatives:
-            leaves = self._owned(state, name)
-            odd = [leaf.shape for leaf in leaves if leaf.shape != self._params[name].shape]
-            if odd:
-                raise UserError(
-                    f"the optimizer keeps state of shape {odd[0]} for {name} of shape "
-                    f"{self._params[name].shape}, so it is not element-wise (Adafactor, Muon and "
-                    "the like); element-wise transformations such as adamw, lion or sgd are "
-                    "supported"
-                )
-            per_group.append(tuple(np.dtype(leaf.dtype) for leaf in leaves))
-        if len(set(per_group)) > 1:
-            kinds = dict(zip(self.representatives, per_group, strict=True))
-            raise UserError(
-                f"parameters need different optimizer state ({kinds}); all parameters must keep "
-                "the same kinds of state"
-            )
-        return per_group[0] if per_group else ()
-
-    def _check_elementwise(self, group: int) -> None:
-        """Run the program on a matrix as a whole and in three pieces; they must agree.
-
-        Half of the weights start at 0, where an update of any size shows all its digits.
-        """
-        start = np.random.default_rng(0).standard_normal(6 * LANES * LANES).astype(np.float32)
-        start[::2] = 0
-        with jax.default_device(jax.devices("cpu")[0]):
-            whole, pieces = (self._trial_steps(group, start, number) for number in (1, 3))
-        for expected, got in zip(whole, pieces, strict=True):
-            if not _agree(expected, got):
-                worst = float(np.nanmax(np.abs(expected - got)))
-                raise UserError(
-                    f"the optimizer is not element-wise: updating {self.representatives[group]} as "
-                    f"a whole and in pieces differs by up to {worst:.3g} (Muon, factored or "
-                    "clipped updates do that). Use an element-wise transformation such as adamw, "
-                    "lion or sgd, and max_grad_norm for clipping"
-                )
-
-    def _trial_steps(self, group: int, start: np.ndarray, pieces: int) -> list[np.ndarray]:
-        """After each of a few steps: the weights that began at 0, all weights, each state."""
-        rank = len(self._params[self.representatives[group]].shape)
-        matrix = (1,) * (rank - 2) + (-1, 2 * LANES) if rank >= 2 else (start.size,)
-        shape = matrix if pieces == 1 else None
-        init = jax.jit(lambda part: self.init_block(group, part, shape))
-        step = jax.jit(lambda *block: self.update_block(group, *block, shape))
-        advance = jax.jit(self.advance_shared)
-        parts = [jnp.asarray(part) for part in np.split(start, pieces)]
-        states = [init(part) for part in parts]
-        shared: Sequence[Any] = self.initial_shared()
-        draw = np.random.default_rng(1)
-        results = []
-        for scale in _GRADIENT_SCALES:
-            gradient = (scale * draw.standard_normal(start.size)).astype(np.float32)
-            for number, part in enumerate(np.split(gradient, pieces)):
-                parts[number], states[number] = step(parts[number], part, states[number], shared)
-            shared = advance(shared)
-            values = np.concatenate([np.asarray(part) for part in parts])
-            results += [values[start == 0], values]
-            for state in zip(*states, strict=True):
-                results.append(np.concatenate([np.asarray(part, np.float32) for part in state]))
-        return results
+def _trial_steps(
+    optimizer: DecomposedOptimizer, group: int, start: np.ndarray, pieces: int
+) -> list[np.ndarray]:
+    """After each of a few steps: the weights that began at 0, all weights, each state."""
+    rank = len(optimizer.shape(group))
+    matrix = (1,) * (rank - 2) + (start.size // (2 * LANES), 2 * LANES)
+    shape = (matrix if rank >= 2 else (start.size,)) if pieces == 1 else None
+    blocks = ElementwiseOptimizer(optimizer, [group])
+    init = jax.jit(lambda part: blocks.init_block(0, part, shape))
+    step = jax.jit(lambda *block: blocks.update_block(0, *block, shape))
+    advance = jax.jit(optimizer.advance_shared)
+    parts = [jnp.asarray(part) for part in np.split(start, pieces)]
+    states = [init(part) for part in parts]
+    shared: Sequence[Any] = optimizer.initial_shared()
+    draw = np.random.default_rng(1)
+    results = []
+    for scale in _GRADIENT_SCALES:
+        gradient = (scale * draw.standard_normal(start.size)).astype(np.float32)
+        for number, part in enumerate(np.split(gradient, pieces)):
+            parts[number], states[number] = step(parts[number], part, states[number], shared)
+        shared = advance(shared)
+        values = np.concatenate([np.asarray(part) for part in parts])
+        results += [values[start == 0], values]
+        for state in zip(*states, strict=True):
+            results.append(np.concatenate([np.asarray(part, np.float32) for part in state]))
+    return results
 
 
 def _agree(expected: np.ndarray, got: np.ndarray) -> bool:

@@ -8,14 +8,21 @@ ordered, so a step has no drain at its end.
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection
 
 from slidedp_jax.errors import TrainingStopped
 
 
 class Fences:
-    """Versions and copies in flight of `num_chunks` chunks, for pipeline and updates."""
+    """Versions and copies in flight of chunks, for pipeline and updates.
 
-    def __init__(self, num_chunks: int):
+    Args:
+      num_chunks: chunks of the model.
+      frozen: chunks that are never updated; they have every version.
+    """
+
+    def __init__(self, num_chunks: int, frozen: Collection[int] = ()):
+        self.trained = tuple(chunk for chunk in range(num_chunks) if chunk not in frozen)
         self._condition = threading.Condition()
         self._versions = [0] * num_chunks
         self._copies = [0] * num_chunks
@@ -38,7 +45,7 @@ class Fences:
         """Whether `chunk` has reached `version`; raises if an update has failed."""
         with self._condition:
             self._check()
-            return self._versions[chunk] >= version
+            return self._has(chunk, version)
 
     def wait_committed(self, chunk: int, version: int) -> None:
         """Block until `chunk` reaches `version`.
@@ -47,7 +54,7 @@ class Fences:
           TrainingStopped: an update failed; its cause is attached.
         """
         with self._condition:
-            self._condition.wait_for(lambda: self._failure or self._versions[chunk] >= version)
+            self._condition.wait_for(lambda: self._failure or self._has(chunk, version))
             self._check()
 
     def begin_copy(self, chunk: int) -> None:
@@ -93,6 +100,9 @@ class Fences:
         with self._condition:
             self._failure = self._failure or cause
             self._condition.notify_all()
+
+    def _has(self, chunk: int, version: int) -> bool:
+        return chunk not in self.trained or self._versions[chunk] >= version
 
     def _check(self) -> None:
         if isinstance(self._failure, TrainingStopped):

@@ -22,14 +22,14 @@ import jax
 import numpy as np
 
 from planner.strategy import UpdatePolicy
-from slidedp_jax.elementwise import ElementwiseOptimizer
+from slidedp_jax.chunk import ChunkLayout
 from slidedp_jax.errors import TrainingStopped
 from slidedp_jax.fences import Fences
 from slidedp_jax.host_store import HostStore
+from slidedp_jax.part_updates import PartUpdates, StepScalars
 from slidedp_jax.routes import ArrivingGradient
 from slidedp_jax.step_guard import StepEnd, StepGuard
 from slidedp_jax.trace import Tracer
-from slidedp_jax.update_kernel import UpdateKernels
 
 _NORM = -1  # sorts before every chunk of its step
 _MAX_RUNNING = 2
@@ -37,11 +37,11 @@ _MAX_RUNNING = 2
 
 @dataclass(frozen=True, kw_only=True)
 class _RunningUpdate:
-    """An update that the host devices have been given; `arrays` are its results to be."""
+    """An update that the host devices have been given; each of `finish` ends that of one part."""
 
     step: int
     chunk: int
-    arrays: tuple[jax.Array, ...]
+    finish: list[Callable[[], None]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +58,8 @@ class HostOptimizer:
     Args:
       store: the host state.
       fences: versions of its chunks.
-      optimizer: the transformation on blocks.
-      kernels: its compiled updates.
+      updates: the compiled updates.
+      shared: starting optimizer state that no parameter owns.
       policy: when chunks are updated; `eager` allows neither clipping nor skipping.
       max_grad_norm: limit of the global norm; None switches clipping off.
       guard: which steps are bad, and whether those stop training or are skipped.
@@ -71,8 +71,8 @@ class HostOptimizer:
         self,
         store: HostStore,
         fences: Fences,
-        optimizer: ElementwiseOptimizer,
-        kernels: UpdateKernels,
+        updates: PartUpdates,
+        shared: Sequence[np.ndarray],
         *,
         policy: UpdatePolicy,
         max_grad_norm: float | None,
@@ -89,10 +89,10 @@ class HostOptimizer:
                 "update_policy='deferred', or max_grad_norm=None with on_nonfinite='stop'"
             )
         self.deferred = policy == "deferred"
-        self.shared = optimizer.initial_shared()
+        self.shared = list(shared)
         self._store = store
         self._fences = fences
-        self._kernels = kernels
+        self._updates = updates
         self._max_norm = np.inf if max_grad_norm is None else max_grad_norm
         self._guard = guard
         self._sums_on_host = sums_on_host
@@ -104,8 +104,8 @@ class HostOptimizer:
         self._ends: dict[int, tuple[StepEnd, Future[StepUpdate]]] = {}
         self._squares: dict[tuple[int, int], np.ndarray] = {}
         self._norm = 0.0
-        self._placed: list[jax.Array] = []
-        self._placed_step = 0
+        self._scalars: StepScalars | None = None
+        self._scalars_step = 0
         self._closed = False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="host_update", daemon=True)
@@ -140,7 +140,7 @@ class HostOptimizer:
     def resume(self, shared: Sequence[np.ndarray]) -> None:
         """Go on from `shared`, the state that no parameter owns; no update may be pending."""
         self.shared = list(shared)
-        self._placed_step = 0  # what was placed for a step of that number is another state
+        self._scalars_step = 0  # those of a step of that number are of another state
 
     def close(self) -> None:
         """Finish what has been submitted and end the thread."""
@@ -229,13 +229,13 @@ class HostOptimizer:
 
     def _host_squares(self, step: int) -> list[np.ndarray]:
         if not self.deferred:  # noted while updating
-            return [self._squares.pop((step, chunk)) for chunk in range(len(self._fences))]
+            return [self._squares.pop((step, chunk)) for chunk in self._fences.trained]
         with self._condition:
-            gradients = [self._gradients[step, chunk] for chunk in range(len(self._fences))]
-        return [self._kernels.sum_of_squares(gradient.summands()) for gradient in gradients]
+            gradients = [self._gradients[step, chunk] for chunk in self._fences.trained]
+        return [self._updates.sum_of_squares(gradient.summands()) for gradient in gradients]
 
     def _skip(self, step: int) -> None:
-        for chunk in range(len(self._fences)):
+        for chunk in self._fences.trained:
             with self._condition:
                 self._gradients.pop((step, chunk))
             self._fences.commit(chunk, step)
@@ -244,43 +244,43 @@ class HostOptimizer:
         """Hand a chunk's update to the host devices."""
         with self._condition:
             gradient = self._gradients.pop((step, chunk))
-        state = self._store.chunks[chunk]
         gradient.wait()
         self._fences.wait_copies(chunk)
-        with self._tracer.span("host_update", f"start {state.layout.name}"):
-            if self._placed_step != step:
-                self._placed, self._placed_step = self._kernels.place_shared(self.shared), step
-                self.shared = self._kernels.advance(self.shared)
+        with self._tracer.span("host_update", f"start {self._store.layouts[chunk].name}"):
+            if self._scalars is None or self._scalars_step != step:
+                self._scalars, self._scalars_step = self._updates.scalars(self.shared), step
+                self.shared = self._updates.advance(self.shared)
             summands = gradient.summands()
             if self._sums_on_host and not self.deferred:
-                self._squares[step, chunk] = self._kernels.sum_of_squares(summands)
-            arrays = self._kernels.start_update(
-                state.layout,
-                state.arrays,
-                summands,
-                self._placed,
-                self._norm if self.deferred else 0.0,
-                self._max_norm,
-            )
-        self._running.append(_RunningUpdate(step=step, chunk=chunk, arrays=arrays))
+                self._squares[step, chunk] = self._updates.sum_of_squares(summands)
+            trained = [part for part in self._store.chunks[chunk] if part.layout.trained]
+            norm = self._norm if self.deferred else 0.0
+            # Known to run from here on: what has been started must end even if a later part fails.
+            running = _RunningUpdate(step=step, chunk=chunk, finish=[])
+            self._running.append(running)
+            for part, gradients in zip(trained, summands, strict=True):
+                running.finish.append(
+                    self._updates.start(part, gradients, self._scalars, norm, self._max_norm)
+                )
 
     def _finish(self) -> None:
         """Wait for the oldest running update and commit it."""
-        update = self._running.popleft()
-        state = self._store.chunks[update.chunk]
-        with self._tracer.span("host_update", f"update {state.layout.name}"):
-            jax.block_until_ready(update.arrays)
-            state.replace(update.arrays)
-        with self._tracer.span("host_update", f"commit {state.layout.name}"):
+        update = self._running[0]
+        name = self._store.layouts[update.chunk].name
+        with self._tracer.span("host_update", f"update {name}"):
+            while update.finish:
+                update.finish.pop(0)()
+        self._running.popleft()
+        with self._tracer.span("host_update", f"commit {name}"):
             self._fences.commit(update.chunk, update.step)
 
     def _finish_what_runs(self) -> None:
         """After a failure: let running updates end, so that each chunk is of one version."""
-        while self._running:
-            update = self._running.popleft()
-            with contextlib.suppress(Exception):
-                jax.block_until_ready(update.arrays)
-                self._store.chunks[update.chunk].replace(update.arrays)
+        for update in self._running:
+            for finish in update.finish:
+                with contextlib.suppress(Exception):
+                    finish()
+        self._running.clear()
 
     def _describe(self, step: int, problem: str, end: StepEnd) -> str:
         """Why training stops, the first bad parameter, the rows, and how the state is."""
@@ -303,10 +303,14 @@ def _global_norm(squares: Sequence[Any]) -> np.float32:
     return np.float32(np.sqrt(sum(float(np.sum(np.asarray(s, np.float64))) for s in squares)))
 
 
-def _first_nonfinite(layout: Any, gradient: ArrivingGradient) -> str | None:
+def _first_nonfinite(layout: ChunkLayout, gradient: ArrivingGradient) -> str | None:
     """Name of the first parameter of a chunk, in model order, whose gradient is not finite."""
-    total = np.sum([np.asarray(part, np.float32) for part in gradient.summands()], axis=0)
-    for slot in layout.slots:
-        if not np.isfinite(total[slot.offset : slot.offset + slot.size]).all():
-            return str(slot.name)
-    return None
+    bad = set()
+    for part, summands in zip(layout.trained_parts, gradient.summands(), strict=True):
+        total = np.sum([np.asarray(summand, np.float32) for summand in summands], axis=0)
+        bad |= {
+            slot.name
+            for slot in part.slots
+            if not np.isfinite(total[slot.offset : slot.offset + slot.size]).all()
+        }
+    return next((slot.name for slot in layout.slots if slot.name in bad), None)

@@ -1,10 +1,11 @@
 """The one authoritative copy of the training state, in host memory.
 
-Per chunk, flat arrays over the host devices (`PartitionSpec('host')`, memory kind `pinned_host`):
-`high` bfloat16 and `low` int16 together are the fp32 master (`split_float`), followed by the
-optimizer's per-parameter state. The update kernel takes these arrays donated and gives them back in
-place, so their addresses never change: GPUs copy straight from them, and `read`/`write` work on
-views. Who may touch a chunk when is not decided here but by `fences`.
+Per part of a chunk, flat arrays over the host devices (`PartitionSpec('host')`, memory kind
+`pinned_host`): `high` bfloat16 and `low` int16 together are the fp32 master (`split_float`),
+followed by the optimizer's per-parameter state. The update kernel takes these arrays donated and
+gives them back in place, so their addresses never change: GPUs copy straight from them, and
+`read`/`write` work on views. Optimizer state of parameters that are updated as a whole is kept in
+its own shapes beside them. Who may touch a chunk when is not decided here but by `fences`.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from slidedp_jax.chunk import ChunkLayout, Slot
+from slidedp_jax.chunk import FROZEN, ChunkLayout, FlatLayout, Slot
 from slidedp_jax.page_lock import PageLock, raw_view
 from slidedp_jax.split_float import join_numpy, split_numpy
 
 HOST_AXIS = "host"
 
 
-class ChunkState:
-    """Arrays of one chunk: index 0 is `high`, 1 is `low`, the rest optimizer state."""
+class PartState:
+    """Arrays of one part of a chunk: index 0 is `high`, 1 is `low`, the rest optimizer state."""
 
-    def __init__(self, layout: ChunkLayout, arrays: Sequence[jax.Array]):
+    def __init__(self, layout: FlatLayout, arrays: Sequence[jax.Array]):
         self.layout = layout
         self.arrays = list(arrays)
         self._pointers = [_pointers(array) for array in self.arrays]
@@ -47,7 +48,7 @@ class ChunkState:
         for old, array in zip(self._pointers, arrays, strict=True):
             if _pointers(array) != old:
                 raise RuntimeError(
-                    f"the update of chunk {self.layout.name} moved its state instead of writing in "
+                    f"the update of {self.layout.name} moved its state instead of writing in "
                     "place; something still holds a view of the donated arrays"
                 )
         self.arrays = list(arrays)
@@ -64,7 +65,7 @@ class HostStore:
     Args:
       layouts: chunks in forward order.
       host_devices: CPU devices over which every array is sharded.
-      state_dtypes: dtypes of the optimizer's per-parameter state arrays.
+      state_dtypes: for each kind of update, dtypes of the optimizer's flat state arrays.
       compute_device: where a device of the computing platform is needed for page-locking.
       upload_low: whether `low` is uploaded too (fp32 compute) and so page-locked.
     """
@@ -73,7 +74,7 @@ class HostStore:
         self,
         layouts: Sequence[ChunkLayout],
         host_devices: Sequence[jax.Device],
-        state_dtypes: Sequence[Any],
+        state_dtypes: Sequence[Sequence[Any]],
         *,
         compute_device: jax.Device,
         upload_low: bool,
@@ -85,22 +86,31 @@ class HostStore:
             self.mesh, PartitionSpec(HOST_AXIS), memory_kind="pinned_host"
         )
         self.layouts = tuple(layouts)
-        dtypes = (jnp.bfloat16, jnp.int16, *state_dtypes)
         self.chunks = [
-            ChunkState(layout, [self._zeros(layout.padded_size, dtype) for dtype in dtypes])
+            tuple(self._allocate(part, state_dtypes) for part in layout.parts)
             for layout in self.layouts
         ]
+        self.whole_state: dict[str, list[jax.Array]] = {}
         self._lock = PageLock(compute_device)
         self.page_locked_bytes = sum(
-            self._lock.lock(chunk.ranges(index))
-            for chunk in self.chunks
+            self._lock.lock(part.ranges(index))
+            for part in self.parts
             for index in ((0, 1) if upload_low else (0,))
         )
-        self._slots: dict[str, tuple[int, Slot]] = {
-            slot.name: (index, slot)
-            for index, layout in enumerate(self.layouts)
-            for slot in layout.slots
+        owners = {slot.name: (part, slot) for part in self.parts for slot in part.layout.slots}
+        self._slots: dict[str, tuple[PartState, Slot]] = {
+            slot.name: owners[slot.name] for layout in self.layouts for slot in layout.slots
         }
+
+    @property
+    def parts(self) -> list[PartState]:
+        """Parts of all chunks, in forward order."""
+        return [part for chunk in self.chunks for part in chunk]
+
+    def _allocate(self, layout: FlatLayout, state_dtypes: Sequence[Sequence[Any]]) -> PartState:
+        state = () if layout.kind == FROZEN else state_dtypes[layout.kind]
+        dtypes = (jnp.bfloat16, jnp.int16, *state)
+        return PartState(layout, [self._zeros(layout.padded_size, dtype) for dtype in dtypes])
 
     def _zeros(self, size: int, dtype: Any) -> jax.Array:
         make = jax.jit(lambda: jnp.zeros(size, dtype), out_shardings=self.sharding)
@@ -124,7 +134,8 @@ class HostStore:
     @property
     def owned_bytes(self) -> int:
         """Bytes of all arrays, padding included."""
-        return sum(array.nbytes for chunk in self.chunks for array in chunk.arrays)
+        flat = sum(array.nbytes for part in self.parts for array in part.arrays)
+        return flat + sum(leaf.nbytes for leaves in self.whole_state.values() for leaf in leaves)
 
     def write(self, name: str, values: np.ndarray) -> None:
         """Set a parameter's master weights from an array of its shape and any float dtype.
@@ -133,35 +144,56 @@ class HostStore:
           KeyError: no such parameter.
           ValueError: another shape.
         """
-        index, slot = self._find(name, values.shape)
+        part, slot = self._find(name)
+        if tuple(values.shape) != slot.shape:
+            raise ValueError(f"parameter {name} has shape {slot.shape}, got {tuple(values.shape)}")
         flat = values.reshape(-1)
-        for piece, inner, outer in _spans(self.layouts[index], slot):
+        for piece, inner, outer in part.layout.spans(slot):
             high, low = split_numpy(flat[outer].astype(np.float32))
-            self.chunks[index].views[0][piece][inner] = high
-            self.chunks[index].views[1][piece][inner] = low
+            part.views[0][piece][inner] = high
+            part.views[1][piece][inner] = low
 
     def read(self, name: str) -> np.ndarray:
         """The fp32 master weights of a parameter, a fresh array of its shape."""
-        index, slot = self._find(name, None)
+        part, slot = self._find(name)
         out = np.empty(slot.size, np.float32)
-        views = self.chunks[index].views
-        for piece, inner, outer in _spans(self.layouts[index], slot):
-            out[outer] = join_numpy(views[0][piece][inner], views[1][piece][inner])
+        for piece, inner, outer in part.layout.spans(slot):
+            out[outer] = join_numpy(part.views[0][piece][inner], part.views[1][piece][inner])
         return out.reshape(slot.shape)
+
+    def state_specs(self, name: str) -> list[jax.ShapeDtypeStruct]:
+        """Shape and dtype of each optimizer state array of a parameter; none if it is frozen."""
+        part, slot = self._find(name)
+        if name in self.whole_state:
+            return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.whole_state[name]]
+        return [jax.ShapeDtypeStruct(slot.shape, array.dtype) for array in part.arrays[2:]]
 
     def write_state(self, name: str, number: int, values: np.ndarray) -> None:
         """Set the `number`-th optimizer state array of a parameter."""
-        index, slot = self._find(name, values.shape)
+        spec = self.state_specs(name)[number]
+        if tuple(values.shape) != spec.shape:
+            raise ValueError(
+                f"optimizer state {number} of {name} has shape {spec.shape}, "
+                f"got {tuple(values.shape)}"
+            )
+        if name in self.whole_state:
+            old = self.whole_state[name][number]
+            copied = jnp.array(values, old.dtype, copy=True)
+            self.whole_state[name][number] = jax.device_put(copied, old.sharding)
+            return
+        part, slot = self._find(name)
         flat = values.reshape(-1)
-        for piece, inner, outer in _spans(self.layouts[index], slot):
-            self.chunks[index].views[2 + number][piece][inner] = flat[outer]
+        for piece, inner, outer in part.layout.spans(slot):
+            part.views[2 + number][piece][inner] = flat[outer]
 
     def read_state(self, name: str, number: int) -> np.ndarray:
         """The `number`-th optimizer state array of a parameter, in its dtype, a fresh array."""
-        index, slot = self._find(name, None)
-        views = self.chunks[index].views[2 + number]
+        if name in self.whole_state:
+            return np.array(self.whole_state[name][number])
+        part, slot = self._find(name)
+        views = part.views[2 + number]
         out = np.empty(slot.size, views[0].dtype)
-        for piece, inner, outer in _spans(self.layouts[index], slot):
+        for piece, inner, outer in part.layout.spans(slot):
             out[outer] = views[piece][inner]
         return out.reshape(slot.shape)
 
@@ -175,14 +207,13 @@ class HostStore:
         """Unregister and drop all state; the store cannot be used afterwards."""
         self._lock.release()
         self.chunks = []
+        self._slots = {}
+        self.whole_state = {}
 
-    def _find(self, name: str, shape: tuple[int, ...] | None) -> tuple[int, Slot]:
+    def _find(self, name: str) -> tuple[PartState, Slot]:
         if name not in self._slots:
             raise KeyError(f"no parameter {name!r}; the model has {len(self._slots)} others")
-        index, slot = self._slots[name]
-        if shape is not None and tuple(shape) != slot.shape:
-            raise ValueError(f"parameter {name} has shape {slot.shape}, got {tuple(shape)}")
-        return index, slot
+        return self._slots[name]
 
 
 def _pointers(array: jax.Array) -> list[int]:
@@ -190,14 +221,3 @@ def _pointers(array: jax.Array) -> list[int]:
     # `addressable_shards` computes an index per shard; `addressable_data` only looks up.
     count = len(array.sharding.device_set)
     return [array.addressable_data(number).unsafe_buffer_pointer() for number in range(count)]
-
-
-def _spans(layout: ChunkLayout, slot: Slot) -> Iterator[tuple[int, slice, slice]]:
-    """(piece, slice within the piece, slice within the parameter) that cover a slot."""
-    start, end = slot.offset, slot.offset + slot.size
-    while start < end:
-        piece, inner = divmod(start, layout.piece_size)
-        length = min(end - start, layout.piece_size - inner)
-        outer = start - slot.offset
-        yield piece, slice(inner, inner + length), slice(outer, outer + length)
-        start += length

@@ -44,10 +44,12 @@ class LeafProgram:
     Attributes:
       text: canonical text of the program, equal for parameters that are treated alike.
       reads: names of other parameters whose values, gradients or state it reads.
+      reads_gradient: whether it reads the parameter's own gradient.
     """
 
     text: str
     reads: frozenset[str]
+    reads_gradient: bool
 
 
 def owner_of(path: Sequence[Any], names: Iterable[str]) -> str | None:
@@ -155,7 +157,8 @@ def _canonical(outputs: Sequence[_Node], name: str | None, shape: tuple[int, ...
     for output in outputs:
         visit(output)
     lines.append(f"-> {[numbers[output] for output in outputs]}")
-    return LeafProgram(text="\n".join(lines), reads=frozenset(reads))
+    reads_gradient = any(n.operation.startswith("gradient") and n.owner == name for n in numbers)
+    return LeafProgram(text="\n".join(lines), reads=frozenset(reads), reads_gradient=reads_gradient)
 
 
 def _erase(value: Any, shape: tuple[int, ...]) -> str:

@@ -23,7 +23,7 @@ from slidedp_jax.trace import Tracer
 from slidedp_jax.weight_window import WeightSource
 
 DeviceBatch = Mapping[str, jax.Array]
-GradientSink = Callable[[int, jax.Array], None]
+GradientSink = Callable[[int, Sequence[jax.Array]], None]
 """Takes a chunk and its gradient as the devices send it (`routes.GradientPath.to_wire`)."""
 
 
@@ -33,7 +33,8 @@ class StepOutputs:
 
     Attributes:
       losses: per microbatch, each device's sum of token losses, float32 [G].
-      squares: per chunk in forward order, sums of squares of the gradient shards, float32 [G].
+      squares: per trained chunk in forward order, sums of squares of the gradient shards, float32
+        [G].
     """
 
     losses: list[jax.Array]
@@ -69,6 +70,8 @@ class Pipeline:
         self._depth = prefetch_depth
         self._tracer = tracer
         self._head = len(layouts) - 1
+        self._lowest = next(i for i, layout in enumerate(layouts) if layout.trained_parts)
+        self._last_layers = max(1, self._lowest)
         self._embed_reads_values: bool | None = None
         self._layer_indices: dict[int, jax.Array] = {}
 
@@ -88,7 +91,7 @@ class Pipeline:
           sink: takes each chunk's gradient as soon as its computation is issued, and starts its
             copy to the host.
         """
-        boundaries, embed, kept = self._forward(weights, microbatches, keep_last=True)
+        boundaries, embed, kept = self._forward(weights, microbatches, keep_from=self._lowest)
         squares: list[jax.Array | None] = [None] * len(self._layouts)
         losses, dxs, sums = self._head_pass(weights, embed, boundaries.pop(), microbatches, scale)
         if self._tied:
@@ -96,10 +99,11 @@ class Pipeline:
         del embed
         head_sums, embed_sums = sums
         pending = self._send(self._head, (head_sums,), squares, sink)
-        last = self._head - 1
-        for chunk in range(last, 0, -1):
-            trees = kept if chunk == last else weights.take(chunk)
-            self._prefetch(weights, range(chunk - 1, 0, -1))
+        del head_sums, sums
+        above = self._head
+        for chunk in range(self._head - 1, self._last_layers - 1, -1):
+            trees = kept if chunk == self._head - 1 else weights.take(chunk)
+            self._prefetch(weights, range(chunk - 1, self._last_layers - 1, -1))
             dxs, chunk_sums = self._chunk_backward(
                 chunk, trees, boundaries.pop(), dxs, microbatches
             )
@@ -108,22 +112,27 @@ class Pipeline:
             wire = self._send(chunk, chunk_sums, squares, sink)
             del chunk_sums
             # Back-pressure: the chunk above is done, so its weights and gradients are free.
-            jax.block_until_ready(pending)
-            weights.release(chunk + 1)
-            pending = wire
-        embed_sums = self._embed_pass(weights, dxs, microbatches, embed_sums)
-        jax.block_until_ready(pending)
-        weights.release(1)
-        self._send(0, (embed_sums,), squares, sink)
+            jax.block_until_ready(losses if pending is None else pending)
+            weights.release(above)
+            pending, above = wire, chunk
+            if wire is None:
+                # Nothing of a frozen chunk but dxs marks its end, and the next program takes those.
+                jax.block_until_ready(dxs)
+        if self._lowest == 0:
+            embed_sums = self._embed_pass(weights, dxs, microbatches, embed_sums)
+        jax.block_until_ready(losses if pending is None else pending)
+        weights.release(above)
+        if self._lowest == 0:
+            self._send(0, (embed_sums,), squares, sink)
         return StepOutputs(losses=losses, squares=[part for part in squares if part is not None])
 
     def losses(self, weights: WeightSource, microbatches: Sequence[DeviceBatch]) -> list[jax.Array]:
         """Forward only: per microbatch, each device's sum of token losses, float32 [G]."""
-        boundaries, embed, _ = self._forward(weights, microbatches, keep_last=False)
+        boundaries, embed, _ = self._forward(weights, microbatches, keep_from=self._head)
         head = weights.take(self._head)[0]
         losses = [
             self._programs.loss(head, embed, x, batch)
-            for x, batch in zip(boundaries[-1], microbatches, strict=True)
+            for x, batch in zip(boundaries.pop(), microbatches, strict=True)
         ]
         jax.block_until_ready(losses)
         weights.release(self._head)
@@ -176,11 +185,11 @@ class Pipeline:
         return logits
 
     def _forward(
-        self, weights: WeightSource, microbatches: Sequence[DeviceBatch], *, keep_last: bool
+        self, weights: WeightSource, microbatches: Sequence[DeviceBatch], *, keep_from: int
     ) -> tuple[list[list[jax.Array]], Any, Any]:
-        """Inputs of every chunk above the embedding, embedding weights if tied, last chunk's trees.
+        """Inputs of the chunks from `keep_from` on, embedding weights if tied, last chunk's trees.
 
-        Without `keep_last` only the head's inputs are kept.
+        The trees are kept if the inputs of the last layer chunk are.
         """
         embed = weights.take(0)[0]
         self._prefetch(weights, range(1, self._head + 1))
@@ -188,7 +197,7 @@ class Pipeline:
             xs = [self._programs.embed(embed, batch) for batch in microbatches]
         if not self._tied:
             embed = None
-        boundaries = [xs]
+        boundaries = [xs] if keep_from <= 1 else []
         trees = None
         for chunk in range(1, self._head):
             del trees
@@ -201,16 +210,14 @@ class Pipeline:
                     forward(trees, x, self._of_chunk(chunk, batch))
                     for x, batch in zip(previous, microbatches, strict=True)
                 ]
-            if keep_last:
+            if keep_from <= chunk + 1:
                 boundaries.append(xs)
-            else:
-                boundaries = [xs]
             jax.block_until_ready(previous)
             if chunk > 1 or not self._tied:
                 weights.release(chunk - 1)
             # An update may have been committed meanwhile; its copy can still run beside this chunk.
             self._prefetch(weights, range(chunk + 1, self._head + 1))
-        if not keep_last:
+        if keep_from == self._head:
             jax.block_until_ready(xs)
             weights.release(self._head - 1)
             trees = None
@@ -226,8 +233,8 @@ class Pipeline:
     ) -> tuple[list[jax.Array], list[jax.Array], Any]:
         """Losses, gradients by the head's inputs, and sums of (head, embed) gradients."""
         head = weights.take(self._head)[0]
-        self._prefetch(weights, range(self._head - 2, 0, -1))
-        program = self._programs.head_backward(len(microbatches) > 1)
+        self._prefetch(weights, range(self._head - 2, self._last_layers - 1, -1))
+        program = self._programs.head_backward(len(microbatches) > 1, self._lowest < self._head)
         losses, dxs, sums = [], [], None
         with self._tracer.span("compute", "head and loss"):
             for x, batch in zip(xs, microbatches, strict=True):
@@ -245,7 +252,12 @@ class Pipeline:
         dxs: list[jax.Array],
         microbatches: Sequence[DeviceBatch],
     ) -> tuple[list[jax.Array], Any]:
-        program = self._programs.backward(self._layer_fns[chunk - 1], len(microbatches) > 1)
+        program = self._programs.backward(
+            self._layer_fns[chunk - 1],
+            len(microbatches) > 1,
+            self._layouts[chunk].trained,
+            chunk > self._lowest,
+        )
         out, sums = [], None
         with self._tracer.span("compute", f"backward {self._layouts[chunk].name}"):
             for x, dx, batch in zip(xs, dxs, microbatches, strict=True):
@@ -285,12 +297,17 @@ class Pipeline:
 
     def _send(
         self, chunk: int, sums: Any, squares: list[jax.Array | None], sink: GradientSink
-    ) -> jax.Array:
-        """Pack a chunk's gradients, start their copy to the host; returns what marks their end."""
+    ) -> jax.Array | None:
+        """Pack a chunk's gradients, start their copy to the host; returns what marks their end.
+
+        A frozen chunk has none: None.
+        """
         layout = self._layouts[chunk]
+        if not layout.trained_parts:
+            return None
         with self._tracer.span("d2h", f"download {layout.name}"):
-            wire, squares[chunk] = self._programs.pack(layout, sums)
-            sink(chunk, wire)
+            wires, squares[chunk] = self._programs.pack(layout, sums)
+            sink(chunk, wires)
         return squares[chunk]
 
     def _prefetch(self, weights: WeightSource, order: range) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from planner.strategy import GradientRoute, WeightRoute
-from slidedp_jax.chunk import ChunkLayout
+from slidedp_jax.chunk import ChunkLayout, FlatLayout
 from slidedp_jax.transfers import download, on_host_devices, upload
 
 DATA_AXIS = "data"
@@ -127,45 +127,54 @@ class GradientPath:
         wire = gradient.astype(self.wire_dtype)
         return wire, jnp.sum(jnp.square(wire.astype(jnp.float32)))[None]
 
-    def send(self, wire: jax.Array, layout: ChunkLayout) -> ArrivingGradient:
-        """Start the copy to the host of what `to_wire` made, [n] or [G * n] over the data axis."""
+    def send(self, wires: Sequence[jax.Array], layout: ChunkLayout) -> ArrivingGradient:
+        """Start the copy to the host of what `to_wire` made of each trained part.
+
+        Each is [n], or [G * n] over the data axis.
+        """
         return ArrivingGradient(
-            pinned=download(wire),
+            pinned=tuple(download(wire) for wire in wires),
             num_summands=self._mesh.size if self.sums_on_host else 1,
-            layout=layout,
+            layouts=layout.trained_parts,
             host_sharding=self._host_sharding,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArrivingGradient:
-    """A chunk's gradient on its way into pinned host memory."""
+    """A chunk's gradient on its way into pinned host memory, one array per trained part."""
 
-    pinned: jax.Array
+    pinned: tuple[jax.Array, ...]
     num_summands: int
-    layout: ChunkLayout
+    layouts: tuple[FlatLayout, ...]
     host_sharding: NamedSharding
 
     def has_arrived(self) -> bool:
         """Whether the bytes are there."""
-        return bool(self.pinned.is_ready())
+        return all(array.is_ready() for array in self.pinned)
 
     def wait(self) -> None:
         """Block until the bytes have arrived."""
         jax.block_until_ready(self.pinned)
 
-    def summands(self) -> list[jax.Array]:
-        """The gradient as arrays [padded_size] over the host devices that share its memory."""
-        shards = sorted(self.pinned.addressable_shards, key=lambda s: s.index[0].start or 0)
+    def summands(self) -> list[list[jax.Array]]:
+        """Per part, arrays [padded_size] over the host devices that share the gradient's memory."""
+        return [
+            self._summands_of(array, layout)
+            for array, layout in zip(self.pinned, self.layouts, strict=True)
+        ]
+
+    def _summands_of(self, array: jax.Array, layout: FlatLayout) -> list[jax.Array]:
+        shards = sorted(array.addressable_shards, key=lambda s: s.index[0].start or 0)
         views = [np.asarray(shard.data) for shard in shards]
-        size = self.layout.piece_size
+        size = layout.piece_size
         parts = [
             view[start : start + size] for view in views for start in range(0, len(view), size)
         ]
-        count = self.layout.num_pieces
+        count = layout.num_pieces
         return [
             on_host_devices(
-                parts[n * count : (n + 1) * count], self.host_sharding, self.layout.padded_size
+                parts[n * count : (n + 1) * count], self.host_sharding, layout.padded_size
             )
             for n in range(self.num_summands)
         ]

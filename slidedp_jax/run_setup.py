@@ -25,6 +25,7 @@ from slidedp_jax.data import (
     load_tokenizer,
 )
 from slidedp_jax.errors import UserError
+from slidedp_jax.freezing import frozen_names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,7 @@ def load_inputs(args: TrainArguments, num_devices: int) -> RunInputs:
         check_folder(folder, config)
     except (FileNotFoundError, ValueError) as error:
         raise UserError(str(error)) from error
+    frozen_names(config.parameter_shapes(), args.freeze)
     for path in (*args.train_file, *args.validation_file):
         if not pathlib.Path(path).is_file():
             raise UserError(f"there is no file {path}; check train_file and validation_file")

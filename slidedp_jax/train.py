@@ -167,6 +167,7 @@ class _Run:
             parameters=lambda write: (
                 load_parameters(inputs.folder, shapes, write) if load else None
             ),
+            frozen=args.freeze,
             max_grad_norm=args.clip,
             on_nonfinite=args.on_nonfinite,
             max_loss=args.max_loss,

@@ -15,20 +15,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from models.streamed import Cache, CachedFn, StreamedModel
 from planner.strategy import Strategy
 from slidedp_jax.batch import PreparedBatch, prepare
-from slidedp_jax.chunk import ChunkLayout, lay_out
 from slidedp_jax.compute import ComputePrograms
-from slidedp_jax.elementwise import ElementwiseOptimizer
 from slidedp_jax.errors import UserError
 from slidedp_jax.fences import Fences
 from slidedp_jax.host_optimizer import HostOptimizer
 from slidedp_jax.host_store import HostStore
 from slidedp_jax.metrics import StepMetrics, mean_loss
+from slidedp_jax.model_chunks import chunks_of, trained_shapes
+from slidedp_jax.part_updates import PartUpdates
 from slidedp_jax.pipeline import GradientSink, Pipeline, StepOutputs
 from slidedp_jax.process import current_setup
 from slidedp_jax.routes import DATA_AXIS, ArrivingGradient, GradientPath, weight_path
 from slidedp_jax.step_guard import NonfinitePolicy, StepEnd, StepGuard
 from slidedp_jax.trace import Tracer
-from slidedp_jax.update_kernel import KernelForm, UpdateKernels, choose_form
+from slidedp_jax.treatments import Treatments
+from slidedp_jax.update_kernel import KernelForm
 from slidedp_jax.weight_window import StreamedWeights, WeightSource
 
 Parameters = Mapping[str, np.ndarray] | Callable[[Callable[[str, np.ndarray], None]], Any]
@@ -40,11 +41,14 @@ class Trainer:
     Args:
       model: the decoder, `models.decoder.build(config)`, or a model of the user's own,
         `slidedp_jax.adapt(...).model`.
-      optimizer: an element-wise optax transformation without a clip (`optax.adamw(1e-5)`); it sees
-        the parameters as a flat dict from full name to array.
+      optimizer: an optax transformation that updates each parameter by itself, without a global
+        clip (`optax.adamw(1e-5)`); it sees the trained parameters as a flat dict from full name to
+        array.
       strategy: chunking, routes and policies, as planned by `slidedp_jax.planning`.
       parameters: starting weights: a mapping from full name to array, a function that is called
         with `write(name, array)`, or None for `model.initial_value`.
+      frozen: shell-style patterns of full names (`model.embed_tokens.*`); these parameters stay as
+        they are and have no gradients, no optimizer state and no part in the norm.
       seed: of the starting weights where `parameters` is None, and of dropout.
       max_grad_norm: limit of the global gradient norm, exact; None for none.
       on_nonfinite: "stop" at a step with a non-finite gradient norm, or "skip" it.
@@ -57,7 +61,8 @@ class Trainer:
       tracer: takes note of what each lane does.
 
     Raises:
-      UserError: the optimizer is not element-wise, or the strategy does not fit the devices.
+      UserError: the update of a parameter depends on others, a pattern of `frozen` fits nothing, or
+        the strategy does not fit the devices.
       RuntimeError: `slidedp_jax.configure()` has not been called.
     """
 
@@ -68,6 +73,7 @@ class Trainer:
         *,
         strategy: Strategy,
         parameters: Parameters | None = None,
+        frozen: Sequence[str] = (),
         seed: int = 0,
         max_grad_norm: float | None = 1.0,
         on_nonfinite: NonfinitePolicy = "stop",
@@ -90,42 +96,39 @@ class Trainer:
         self._mesh = Mesh(
             np.array(self._devices), (DATA_AXIS,), axis_types=(jax.sharding.AxisType.Auto,)
         )
-        shapes = {
-            name: tuple(leaf.shape)
-            for stage in model.stages()
-            for name, leaf in zip(
-                stage.parameter_names(), jax.tree.leaves(stage.shapes), strict=True
-            )
-        }
-        self._optimizer = ElementwiseOptimizer(optimizer, shapes)
-        layouts, layer_fns = _chunks(model, strategy, self._optimizer.groups)
+        treatments = Treatments(optimizer, trained_shapes(model, frozen))
+        layouts, layer_fns = chunks_of(model, strategy, treatments)
         wide = strategy.compute_dtype == "float32"
         self.store = HostStore(
             layouts,
             host_devices[: strategy.num_host_devices],
-            self._optimizer.state_dtypes,
+            [optimizer.state_dtypes for optimizer in treatments.optimizers],
             compute_device=self._devices[0],
             upload_low=wide,
         )
         self._write_parameters(parameters, seed)
-        self.kernel_form = kernel_form or choose_form(
-            self._optimizer, self.store.sharding, block_size=strategy.block_size
+        updates = PartUpdates(
+            treatments, self.store, block_size=strategy.block_size, form=kernel_form
         )
-        self._kernels = UpdateKernels(
-            self._optimizer,
-            self.store.sharding,
-            block_size=strategy.block_size,
-            form=self.kernel_form,
-        )
-        for chunk in self.store.chunks:
-            chunk.replace(self._kernels.init(chunk.layout, chunk.arrays))
+        self.kernel_form = updates.form
+        for part in self.store.parts:
+            updates.init(part)
         dtype = jnp.dtype(strategy.compute_dtype)
         weights = weight_path(strategy.weight_route, self._mesh)
         self._gradients = GradientPath(
             strategy.gradient_route, self._mesh, self.store.sharding, dtype
         )
-        self._programs = ComputePrograms(model, self._mesh, weights, self._gradients, dtype)
-        self._fences = Fences(len(layouts))
+        self._programs = ComputePrograms(
+            model,
+            self._mesh,
+            weights,
+            self._gradients,
+            dtype,
+            embed_trained=layouts[0].trained,
+            head_trained=layouts[-1].trained,
+        )
+        frozen_chunks = [n for n, layout in enumerate(layouts) if not layout.trained_parts]
+        self._fences = Fences(len(layouts), frozen=frozen_chunks)
         self.weights = StreamedWeights(
             self.store,
             self._fences,
@@ -137,8 +140,8 @@ class Trainer:
         self._updates = HostOptimizer(
             self.store,
             self._fences,
-            self._optimizer,
-            self._kernels,
+            updates,
+            treatments.initial_shared(),
             policy=strategy.update_policy,
             max_grad_norm=max_grad_norm,
             guard=StepGuard(
@@ -174,7 +177,7 @@ class Trainer:
             outputs = self.forward_backward(
                 self.weights,
                 prepared,
-                lambda chunk, wire: self._updates.submit(step, chunk, self.send(chunk, wire)),
+                lambda chunk, wires: self._updates.submit(step, chunk, self.send(chunk, wires)),
             )
         except BaseException as error:
             self._fences.fail(error)
@@ -198,9 +201,9 @@ class Trainer:
             weights, self._place(prepared), self._scalar(1 / prepared.num_supervised), sink
         )
 
-    def send(self, chunk: int, wire: jax.Array) -> ArrivingGradient:
+    def send(self, chunk: int, wires: Sequence[jax.Array]) -> ArrivingGradient:
         """Start the copy of a chunk's gradient to the host."""
-        return self._gradients.send(wire, self.store.layouts[chunk])
+        return self._gradients.send(wires, self.store.layouts[chunk])
 
     def evaluate(self, batch: Mapping[str, np.ndarray]) -> tuple[float, int]:
         """Mean loss of a batch's supervised tokens under the current weights, and their number."""
@@ -255,11 +258,6 @@ class Trainer:
         """All master weights, float32 copies by full name; waits for pending updates."""
         self.wait()
         return {name: self.store.read(name) for name in self.store.parameter_names}
-
-    @property
-    def optimizer_state_dtypes(self) -> tuple[np.dtype, ...]:
-        """Dtypes of the optimizer's state arrays of each parameter."""
-        return self._optimizer.state_dtypes
 
     @property
     def shared_optimizer_state(self) -> list[np.ndarray]:
@@ -347,26 +345,3 @@ def _first(devices: list[jax.Device], count: int | None) -> list[jax.Device]:
             "devices; pass a number from 1 to that, or configure more"
         )
     return devices[:count]
-
-
-def _chunks(
-    model: StreamedModel, strategy: Strategy, groups: Mapping[str, int]
-) -> tuple[list[ChunkLayout], list[tuple[Any, ...]]]:
-    """Layouts of embedding, layer chunks and head, and the layer functions of each layer chunk."""
-
-    def layout(name: str, stages: Sequence[Any]) -> ChunkLayout:
-        return lay_out(
-            name,
-            stages,
-            groups,
-            block_size=strategy.block_size,
-            num_pieces=strategy.num_host_devices,
-        )
-
-    layouts = [layout("embed", [model.embed])]
-    layer_fns = []
-    for first in range(0, len(model.layers), strategy.layers_per_chunk):
-        last = min(first + strategy.layers_per_chunk, len(model.layers))
-        layouts.append(layout(f"layers.{first}-{last - 1}", model.layers[first:last]))
-        layer_fns.append(tuple(model.layer_fns[first:last]))
-    return [*layouts, layout("head", [model.head])], layer_fns

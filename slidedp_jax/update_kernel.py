@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from slidedp_jax.chunk import ChunkLayout, block_groups_array
+from slidedp_jax.chunk import FlatLayout, block_groups_array
 from slidedp_jax.elementwise import ElementwiseOptimizer
 from slidedp_jax.host_store import HOST_AXIS
 from slidedp_jax.split_float import join
@@ -111,13 +111,13 @@ class UpdateKernels:
         placed = [jax.device_put(np.asarray(leaf), device) for leaf in shared]
         return [np.asarray(leaf) for leaf in self._advance(placed)]
 
-    def init(self, layout: ChunkLayout, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    def init(self, layout: FlatLayout, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """Starting optimizer state of a chunk whose master weights are set; arrays are donated."""
         return jax.block_until_ready(self._init(tuple(arrays), (), (), self._groups(layout)))
 
     def update(
         self,
-        layout: ChunkLayout,
+        layout: FlatLayout,
         arrays: Sequence[jax.Array],
         gradients: Sequence[jax.Array],
         shared: Sequence[jax.Array],
@@ -155,7 +155,7 @@ class UpdateKernels:
         """Sums of squares of the summed gradient, float32 [K], one per host device."""
         return np.asarray(self._square(tuple(gradients)))
 
-    def _groups(self, layout: ChunkLayout) -> jax.Array:
+    def _groups(self, layout: FlatLayout) -> jax.Array:
         if layout.name not in self._block_groups:
             values = block_groups_array(layout)
             assert (np.diff(values) >= 0).all(), "the kernel walks over one group after another"
@@ -169,7 +169,7 @@ class UpdateKernels:
 
         def updated(group: int, arrays: Any, gradients: Any) -> list[jax.Array]:
             """Master weights and state after the step, all as one group's."""
-            gradient = _clip(_sum(gradients), norm, max_norm)
+            gradient = clip(sum_in_order(gradients), norm, max_norm)
             master = _join_numbers(arrays[0], arrays[1])
             values, state = self._optimizer.update_block(
                 group, master, gradient, arrays[2:], shared
@@ -243,10 +243,9 @@ def choose_form(
     num_devices = sharding.mesh.size
     # Few blocks where they are small: a form that copies its arrays per block would take minutes.
     blocks = min(64, max(1, elements_per_device // block_size)) * num_devices
-    layout = ChunkLayout(
+    layout = FlatLayout(
         name="timing",
         slots=(),
-        trees=(),
         block_size=block_size,
         num_pieces=num_devices,
         block_groups=(0,) * blocks,
@@ -261,7 +260,7 @@ def choose_form(
 
 def _time_update(
     kernels: UpdateKernels,
-    layout: ChunkLayout,
+    layout: FlatLayout,
     sharding: NamedSharding,
     optimizer: ElementwiseOptimizer,
     *,
@@ -291,7 +290,7 @@ def _in_device_space(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: jax.device_put(leaf, jax.memory.Space.Device), tree)
 
 
-def _sum(gradients: Sequence[jax.Array]) -> jax.Array:
+def sum_in_order(gradients: Sequence[jax.Array]) -> jax.Array:
     """Sum of the summands in float32, first to last."""
     total = gradients[0].astype(jnp.float32)
     for gradient in gradients[1:]:
@@ -301,10 +300,10 @@ def _sum(gradients: Sequence[jax.Array]) -> jax.Array:
 
 def _sum_of_squares(gradients: Sequence[jax.Array]) -> jax.Array:
     gradients = _in_device_space(gradients)
-    return jnp.sum(jnp.square(_sum(gradients)))[None]
+    return jnp.sum(jnp.square(sum_in_order(gradients)))[None]
 
 
-def _clip(gradient: jax.Array, norm: jax.Array, max_norm: jax.Array) -> jax.Array:
+def clip(gradient: jax.Array, norm: jax.Array, max_norm: jax.Array) -> jax.Array:
     """As `optax.clip_by_global_norm`: untouched below the limit, else (g / norm) * limit."""
     return jnp.where(norm < max_norm, gradient, (gradient / norm) * max_norm)
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import jax
 
-from slidedp_jax.compute import ComputePrograms
+from slidedp_jax.compute import ComputePrograms, FetchedChunk
 from slidedp_jax.fences import Fences
 from slidedp_jax.host_store import HostStore
 from slidedp_jax.routes import WeightPath
@@ -52,7 +52,7 @@ class StreamedWeights:
         self._programs = programs
         self._fields = (0, 1) if with_low else (0,)
         self._tracer = tracer
-        self._arriving: dict[int, tuple[tuple[jax.Array, ...], ...]] = {}
+        self._arriving: dict[int, FetchedChunk] = {}
         self._version = 0
         self.bytes_fetched = 0
 
@@ -86,16 +86,15 @@ class StreamedWeights:
         self._fences.end_copy(chunk)
 
     def _fetch(self, chunk: int) -> None:
-        state = self._store.chunks[chunk]
         self._fences.begin_copy(chunk)
-        with self._tracer.span("h2d", f"upload {state.layout.name}"):
+        with self._tracer.span("h2d", f"upload {self._store.layouts[chunk].name}"):
             self._arriving[chunk] = tuple(
-                self._path.fetch(state.views[field]) for field in self._fields
+                tuple(self._path.fetch(part.views[field]) for field in self._fields)
+                for part in self._store.chunks[chunk]
             )
         self.bytes_fetched += sum(
             shard.data.nbytes
-            for field in self._arriving[chunk]
-            for array in field
+            for array in jax.tree.leaves(self._arriving[chunk])
             for shard in array.addressable_shards
         )
 

@@ -17,7 +17,7 @@ def inputs(tmp_path_factory) -> Inputs:
 def one_kernel_form():
     """Runs are compared bit by bit; the form is otherwise chosen by measuring."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("slidedp_jax.trainer.choose_form", lambda *_, **__: "whole")
+        patch.setattr("slidedp_jax.part_updates.choose_form", lambda *_, **__: "whole")
         yield
 
 

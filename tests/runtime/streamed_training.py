@@ -75,11 +75,11 @@ def train(config, optimizer, plan, batches, **options) -> Run:
 
 
 def optimizer_state(store) -> list[dict[str, np.ndarray]]:
-    """Per state array (for adamw mu and nu), values by parameter name."""
-    number = len(store.chunks[0].arrays) - 2
+    """Per state array (for adamw mu and nu), values by name of the parameters that have it."""
+    kept = {name: len(store.state_specs(name)) for name in store.parameter_names}
     return [
-        {name: store.read_state(name, index) for name in store.parameter_names}
-        for index in range(number)
+        {name: store.read_state(name, index) for name in kept if index < kept[name]}
+        for index in range(max(kept.values()))
     ]
 
 

@@ -1,4 +1,4 @@
-"""Taking an optax transformation apart: groups, blocks that step like the whole, and refusals."""
+"""An optax transformation taken apart: groups, kinds, blocks that step as a whole, refusals."""
 
 from functools import partial
 
@@ -10,7 +10,10 @@ import pytest
 from optax import contrib
 
 from slidedp_jax import UserError
+from slidedp_jax.chunk import FROZEN
+from slidedp_jax.decompose import DecomposedOptimizer
 from slidedp_jax.elementwise import ElementwiseOptimizer
+from slidedp_jax.treatments import Treatments
 
 SHAPES = {
     "embed.weight": (40, 24),
@@ -33,7 +36,7 @@ def by_layer(params):
 
 def groups_of(transformation) -> list[set[str]]:
     """Names of each group, in order of first appearance."""
-    groups = ElementwiseOptimizer(transformation, SHAPES).groups
+    groups = DecomposedOptimizer(transformation, SHAPES).groups
     return [
         {name for name in groups if groups[name] == number} for number in sorted({*groups.values()})
     ]
@@ -116,7 +119,9 @@ def test_blocks_step_as_whole_parameters_do_in_plain_optax(name):
     other products into additions: a few units in the last place.
     """
     transformation = ACCEPTED[name]()
-    optimizer = ElementwiseOptimizer(transformation, SHAPES)
+    treatments = Treatments(transformation, SHAPES)
+    (optimizer,) = treatments.optimizers
+    assert isinstance(optimizer, ElementwiseOptimizer)
     rng = np.random.default_rng(0)
 
     def random(scale):
@@ -129,7 +134,7 @@ def test_blocks_step_as_whole_parameters_do_in_plain_optax(name):
     @jax.jit
     def init(blocks):
         return {
-            key: jax.vmap(partial(optimizer.init_block, optimizer.groups[key]))(values)
+            key: jax.vmap(partial(optimizer.init_block, treatments.groups[key]))(values)
             for key, values in blocks.items()
         }
 
@@ -137,7 +142,7 @@ def test_blocks_step_as_whole_parameters_do_in_plain_optax(name):
     def step(blocks, gradients, states, shared):
         pairs = {
             key: jax.vmap(
-                partial(optimizer.update_block, optimizer.groups[key]), in_axes=(0, 0, 0, None)
+                partial(optimizer.update_block, treatments.groups[key]), in_axes=(0, 0, 0, None)
             )(values, gradients[key], states[key], shared)
             for key, values in blocks.items()
         }
@@ -158,14 +163,77 @@ def test_blocks_step_as_whole_parameters_do_in_plain_optax(name):
             np.testing.assert_allclose(blocks[key], values, rtol=1e-6, atol=1e-6, err_msg=key)
 
 
-def test_state_dtypes_are_those_of_the_optimizer():
-    dtypes = ElementwiseOptimizer(optax.adamw(1e-2, mu_dtype=jnp.bfloat16), SHAPES).state_dtypes
-    assert dtypes == (np.dtype(jnp.bfloat16), np.dtype(np.float32))
-    assert ElementwiseOptimizer(optax.sgd(1e-2), SHAPES).state_dtypes == ()
+def kinds_of(transformation) -> dict[str, set[str]]:
+    """Names by what is done to them: dtypes of flat state, "whole" or "frozen"."""
+    treatments = Treatments(transformation, SHAPES)
+    kinds: dict[str, set[str]] = {}
+    for name, kind in treatments.kinds.items():
+        if kind == FROZEN:
+            text = "frozen"
+        elif name in treatments.whole_parameters:
+            text = "whole"
+        else:
+            text = " ".join(map(str, treatments.optimizers[kind].state_dtypes))
+        kinds.setdefault(text, set()).add(name)
+    return kinds
 
 
-def with_rate(*transformations):
-    return lambda rate: optax.chain(*transformations, optax.scale_by_learning_rate(rate))
+ADAM, EVERYTHING = "float32 float32", set(SHAPES)
+KINDS = {
+    "adamw": (lambda rate: optax.adamw(rate), {ADAM: EVERYTHING}),
+    "adamw_bf16_mu": (
+        lambda rate: optax.adamw(rate, mu_dtype=jnp.bfloat16),
+        {"bfloat16 float32": EVERYTHING},
+    ),
+    "sgd": (optax.sgd, {"": EVERYTHING}),
+    "sgd_for_some": (
+        lambda rate: optax.multi_transform(
+            {"fast": optax.adamw(rate), "slow": optax.sgd(rate)}, by_layer
+        ),
+        {ADAM: EVERYTHING - LAYERS, "": LAYERS},
+    ),
+    "none_for_some": (
+        lambda rate: optax.multi_transform(
+            {"fast": optax.adamw(rate), "slow": optax.set_to_zero()}, by_layer
+        ),
+        {ADAM: EVERYTHING - LAYERS, "frozen": LAYERS},
+    ),
+    "muon": (contrib.muon, {"whole": MATRICES, ADAM: VECTORS}),
+    # Its root mean squares are those of whole vectors too.
+    "adafactor": (optax.adafactor, {"whole": EVERYTHING}),
+    "lamb": (optax.lamb, {"whole": EVERYTHING}),
+    "lars": (lambda rate: optax.lars(rate), {"whole": EVERYTHING}),
+    "trust_ratio": (
+        lambda rate: optax.chain(
+            optax.scale_by_adam(),
+            optax.scale_by_trust_ratio(),
+            optax.scale_by_learning_rate(rate),
+        ),
+        {"whole": EVERYTHING},
+    ),
+    "clip_by_block_rms": (
+        lambda rate: optax.chain(optax.clip_by_block_rms(1.0), optax.adamw(rate)),
+        {"whole": EVERYTHING},
+    ),
+    "clip_before_sgd": (
+        lambda rate: optax.chain(optax.clip_by_block_rms(1.0), optax.scale_by_learning_rate(rate)),
+        {"whole": EVERYTHING},
+    ),
+    "adaptive_clip": (
+        lambda rate: optax.chain(optax.adaptive_grad_clip(0.1), optax.adamw(rate)),
+        {"whole": EVERYTHING},
+    ),
+    "centralize": (
+        lambda rate: optax.chain(optax.centralize(), optax.adamw(rate)),
+        {"whole": MATRICES, ADAM: VECTORS},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_kinds_of_update_at_a_small_rate(name):
+    make, expected = KINDS[name]
+    assert kinds_of(make(SMALL_RATE)) == expected
 
 
 REFUSED = {
@@ -176,36 +244,6 @@ REFUSED = {
     "global_norm_of_updates": (
         lambda rate: optax.chain(optax.adamw(rate), optax.normalize_by_update_norm()),
         "reads other parameters",
-    ),
-    "clip_by_block_rms": (
-        lambda rate: optax.chain(optax.clip_by_block_rms(1.0), optax.adamw(rate)),
-        "not element-wise.*max_grad_norm",
-    ),
-    "clip_before_sgd": (
-        with_rate(optax.clip_by_block_rms(1.0)),
-        "not element-wise.*max_grad_norm",
-    ),
-    "adaptive_clip": (
-        lambda rate: optax.chain(optax.adaptive_grad_clip(0.1), optax.adamw(rate)),
-        "not element-wise.*max_grad_norm",
-    ),
-    "lamb": (optax.lamb, "not element-wise"),
-    "lars": (optax.lars, "not element-wise"),
-    "trust_ratio": (
-        with_rate(optax.scale_by_adam(), optax.scale_by_trust_ratio()),
-        "not element-wise",
-    ),
-    "centralize": (
-        lambda rate: optax.chain(optax.centralize(), optax.adamw(rate)),
-        "not element-w",
-    ),
-    "adafactor": (optax.adafactor, "not element-wise.*Adafactor"),
-    "muon": (contrib.muon, "different optimizer state"),
-    "sgd_for_some": (
-        lambda rate: optax.multi_transform(
-            {"fast": optax.adamw(rate), "slow": optax.sgd(rate)}, by_layer
-        ),
-        "different optimizer state",
     ),
     "d_adaptation": (lambda rate: contrib.dadapt_adamw(rate), "state that depends on all param"),
     "prodigy": (contrib.prodigy, "state that depends on all param"),
@@ -221,20 +259,20 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_element_wise_is_refused_in_words(name):
+def test_what_reads_other_parameters_is_refused_in_words(name):
     make, message = REFUSED[name]
     with pytest.raises(UserError, match=message):
-        ElementwiseOptimizer(make(SMALL_RATE), SHAPES)
+        DecomposedOptimizer(make(SMALL_RATE), SHAPES)
 
 
 @pytest.mark.parametrize("rate", [1e-2, SMALL_RATE])
-def test_muon_is_refused_for_matrices_alone(rate):
+def test_muon_is_found_out_among_matrices_alone(rate):
     """Its state looks like momentum: only a trial shows that it is not element-wise."""
     matrices = {"a.weight": (256, 128), "b.weight": (128, 256)}
-    with pytest.raises(UserError, match=r"not element-wise.*Muon"):
-        ElementwiseOptimizer(contrib.muon(rate), matrices)
+    assert Treatments(contrib.muon(rate), matrices).whole_parameters == list(matrices)
 
 
 @pytest.mark.parametrize("make", [optax.adamw, optax.lion, optax.adan])
 def test_element_wise_ones_are_accepted_at_a_small_rate(make):
-    assert ElementwiseOptimizer(make(SMALL_RATE), SHAPES).num_groups == 1
+    (optimizer,) = Treatments(make(SMALL_RATE), SHAPES).optimizers
+    assert isinstance(optimizer, ElementwiseOptimizer) and optimizer.num_groups == 1

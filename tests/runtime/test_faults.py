@@ -44,7 +44,7 @@ PLACES = {
     "upload": (routes, "upload"),
     "download": (routes, "download"),
     "arrival": (ArrivingGradient, "wait"),
-    "update": (UpdateKernels, "update"),
+    "update": (UpdateKernels, "start_update"),
 }
 
 

@@ -340,7 +340,7 @@ def test_the_command_prints_one_completion_per_prompt(demo_folder, capsys):
     prompts = [tokenizer.encode(text, add_special_tokens=True) for text in ("A class", "An import")]
     with open_trainer(demo_folder, dtype="float32") as it:
         # Both halves of the weight and nothing else: 4 bytes per parameter.
-        assert all(len(chunk.arrays) == 2 for chunk in it.store.chunks)
+        assert all(len(part.arrays) == 2 for part in it.store.parts)
         completions = generate(it, prompts, max_new_tokens=4, stop_ids=tokenizer.stop_ids)
     texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in completions]
     assert capsys.readouterr().out == "".join(text + "\n" for text in texts)

@@ -42,7 +42,7 @@ def small_store(num_pieces: int, state_dtypes=(jnp.float32, jnp.bfloat16)) -> Ho
     compute, host = compute_and_host_devices()
     layout = lay_out("both", STAGES, GROUPS, block_size=16, num_pieces=num_pieces)
     return HostStore(
-        [layout], host[:num_pieces], state_dtypes, compute_device=compute[0], upload_low=True
+        [layout], host[:num_pieces], [state_dtypes], compute_device=compute[0], upload_low=True
     )
 
 
@@ -56,7 +56,7 @@ def any_floats(shape, seed):
 @pytest.mark.parametrize("num_pieces", [1, 3, 8])
 def test_what_is_written_is_read_back_across_pieces(num_pieces):
     store = small_store(num_pieces)
-    layout = store.layouts[0]
+    layout = store.layouts[0].parts[0]
     assert sum(layout.piece_size % slot.size for slot in layout.slots)
     written = {
         name: any_floats(shape, seed) for seed, (name, shape) in enumerate(store.shapes.items())
@@ -75,7 +75,7 @@ def test_what_is_written_is_read_back_across_pieces(num_pieces):
 
 def test_the_flat_array_holds_each_parameter_at_its_slot_and_zeros_elsewhere():
     store = small_store(3)
-    layout = store.layouts[0]
+    layout = store.layouts[0].parts[0]
     expected = np.zeros(layout.padded_size, np.float32)
     for seed, (name, shape) in enumerate(store.shapes.items()):
         values = np.random.default_rng(seed).standard_normal(shape).astype(ml_dtypes.bfloat16)
@@ -83,9 +83,9 @@ def test_the_flat_array_holds_each_parameter_at_its_slot_and_zeros_elsewhere():
         slot = next(slot for slot in layout.slots if slot.name == name)
         assert not expected[slot.offset : slot.offset + slot.size].any()
         expected[slot.offset : slot.offset + slot.size] = values.reshape(-1).astype(np.float32)
-    flat = np.concatenate(store.chunks[0].views[0]).astype(np.float32)
+    flat = np.concatenate(store.parts[0].views[0]).astype(np.float32)
     np.testing.assert_array_equal(flat, expected)
-    assert not np.concatenate(store.chunks[0].views[1]).any()
+    assert not np.concatenate(store.parts[0].views[1]).any()
     # A block has one group: what the kernel does to a block is right for all in it.
     groups = block_groups_array(layout)
     for slot in layout.slots:
@@ -127,7 +127,7 @@ def test_an_upload_is_not_changed_by_a_later_update(route):
     batch = random_batch(config, 8, 12, packed=False)
     with trainer(config, ADAMW, strategy(), num_devices=2) as it:
         path = weight_path(route, it._mesh)
-        views = [view for chunk in it.store.chunks for view in chunk.views[:2]]
+        views = [view for part in it.store.parts for view in part.views[:2]]
         before = [np.concatenate(view) for view in views]
         uploads = [path.fetch(view) for view in views]
         it.step(batch)
@@ -155,8 +155,8 @@ def test_the_state_stays_where_it_is_and_of_its_kind():
     def addresses(store):
         return [
             shard.data.unsafe_buffer_pointer()
-            for chunk in store.chunks
-            for array in chunk.arrays
+            for part in store.parts
+            for array in part.arrays
             for shard in array.addressable_shards
         ]
 
@@ -167,13 +167,13 @@ def test_the_state_stays_where_it_is_and_of_its_kind():
             it.step(batch)
         it.wait()
         assert addresses(it.store) == before
-        for chunk in it.store.chunks:
-            for array in chunk.arrays:
+        for part in it.store.parts:
+            for array in part.arrays:
                 assert array.sharding.memory_kind == "pinned_host"
                 assert [s.device for s in array.addressable_shards] == host
         # What the views show is what the arrays hold.
-        for chunk in it.store.chunks:
-            for array, view in zip(chunk.arrays, chunk.views, strict=True):
+        for part in it.store.parts:
+            for array, view in zip(part.arrays, part.views, strict=True):
                 np.testing.assert_array_equal(np.asarray(array), np.concatenate(view))
 
 
@@ -181,7 +181,7 @@ def test_a_tracked_view_that_would_make_the_update_copy_is_an_error():
     """JAX copies a donated array that a NumPy view refers to; stale page locks would follow."""
     config = small_config()
     with trainer(config, ADAMW, strategy(), num_devices=2) as it:
-        held = [np.asarray(s.data) for s in it.store.chunks[1].arrays[2].addressable_shards]
+        held = [np.asarray(s.data) for s in it.store.parts[1].arrays[2].addressable_shards]
         it.step(random_batch(config, 8, 12, packed=False))
         with pytest.raises(TrainingStopped, match="moved its state") as caught:
             it.wait()
@@ -224,14 +224,14 @@ def test_one_copy_of_the_state_whatever_the_number_of_devices(optimizer, bytes_p
             elements = config.num_parameters + padding(store.layouts)
             assert store.owned_bytes == bytes_per_parameter * elements
             # Padding: less than a block per group of a chunk, then up to a block per piece.
-            blocks = sum(1 + layout.num_pieces for layout in store.layouts)
+            blocks = sum(1 + part.layout.num_pieces for part in store.parts)
             assert 0 <= padding(store.layouts) < blocks * BLOCK_SIZE
             it.step(batch)
             it.step(batch)
             it.wait()
             time.sleep(0.1)  # the update thread lets go of the last gradient after its commit
             new = sum(n for at, n in live_host_buffers().items() if at not in before)
-            groups = sum(block_groups_array(layout).nbytes for layout in store.layouts)
+            groups = sum(block_groups_array(part.layout).nbytes for part in store.parts)
             # Beside the state only the blocks' groups and a few scalars.
             assert store.owned_bytes <= new <= store.owned_bytes + groups + 1024
             owned.append(store.owned_bytes)

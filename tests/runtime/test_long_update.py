@@ -4,9 +4,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from test_update_kernel import FORMS, SHAPES, SIZE, KernelRun, masks, sharding, tree_of
-
-from slidedp_jax.elementwise import ElementwiseOptimizer
+from test_update_kernel import FORMS, SHAPES, SIZE, KernelRun, blocks_of, masks, sharding, tree_of
 
 __all__ = ["sharding"]  # the fixture
 
@@ -32,7 +30,7 @@ def test_split_master_equals_an_fp32_master_in_every_bit(form, sharding):
     transformation = powers_of_two()
     rng = np.random.default_rng(0)
     master = rng.standard_normal(SIZE).astype(np.float32)
-    run = KernelRun(ElementwiseOptimizer(transformation, SHAPES), form, sharding, master)
+    run = KernelRun(blocks_of(transformation), form, sharding, master)
     params = tree_of(master)
     state = transformation.init(params)
 
@@ -60,7 +58,7 @@ def test_steps_far_below_a_bfloat16_digit_add_up(form, sharding):
     """
     transformation = optax.adamw(1e-5, weight_decay=0.1)
     master = np.random.default_rng(1).uniform(1, 2, SIZE).astype(np.float32)
-    run = KernelRun(ElementwiseOptimizer(transformation, SHAPES), form, sharding, master)
+    run = KernelRun(blocks_of(transformation), form, sharding, master)
     zero = [np.zeros(SIZE, jax.numpy.bfloat16)]
     run.step(zero)
     assert (run.master != master).all()

@@ -9,7 +9,8 @@ import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from slidedp_jax.chunk import ChunkLayout
+from slidedp_jax.chunk import FlatLayout
+from slidedp_jax.decompose import DecomposedOptimizer
 from slidedp_jax.elementwise import ElementwiseOptimizer
 from slidedp_jax.host_store import HOST_AXIS
 from slidedp_jax.process import current_setup
@@ -40,11 +41,15 @@ def masks(params):
     return {name: leaf.ndim > 1 for name, leaf in params.items()}
 
 
-def layout(groups=GROUPS) -> ChunkLayout:
-    return ChunkLayout(
+def blocks_of(transformation) -> ElementwiseOptimizer:
+    taken_apart = DecomposedOptimizer(transformation, SHAPES)
+    return ElementwiseOptimizer(taken_apart, range(taken_apart.num_groups))
+
+
+def layout(groups=GROUPS) -> FlatLayout:
+    return FlatLayout(
         name="chunk",
         slots=(),
-        trees=(),
         block_size=BLOCK,
         num_pieces=DEVICES,
         block_groups=groups,
@@ -121,7 +126,7 @@ def test_steps_are_those_of_optax(form, name, num_summands, sharding):
     transformation = OPTIMIZERS[name]()
     rng = np.random.default_rng(0)
     master = rng.standard_normal(SIZE).astype(np.float32)
-    run = KernelRun(ElementwiseOptimizer(transformation, SHAPES), form, sharding, master)
+    run = KernelRun(blocks_of(transformation), form, sharding, master)
     params = tree_of(master)
     state = transformation.init(params)
     for limit in (0.5, 1e4, np.inf, 0.5):
@@ -143,10 +148,10 @@ def test_group_decides_what_decays(form, sharding):
     """Without gradient, AdamW moves only the decayed group, by lr * decay * weight."""
     transformation = optax.adamw(1e-2, weight_decay=0.1, mask=masks)
     master = np.random.default_rng(1).standard_normal(SIZE).astype(np.float32)
-    run = KernelRun(ElementwiseOptimizer(transformation, SHAPES), form, sharding, master)
+    run = KernelRun(blocks_of(transformation), form, sharding, master)
     run.step([np.zeros(SIZE, jnp.bfloat16)])
     decayed = np.arange(SIZE) < 9 * BLOCK
-    if run.optimizer.groups["matrix"] == 1:
+    if DecomposedOptimizer(transformation, SHAPES).groups["matrix"] == 1:
         decayed = ~decayed
     np.testing.assert_array_equal(run.master[~decayed], master[~decayed])
     np.testing.assert_allclose(run.master[decayed], master[decayed] * (1 - 1e-3), rtol=2e-7)
@@ -155,9 +160,7 @@ def test_group_decides_what_decays(form, sharding):
 @pytest.mark.parametrize("form", FORMS)
 def test_state_stays_where_it_lay(form, sharding):
     transformation = OPTIMIZERS["adamw"]()
-    run = KernelRun(
-        ElementwiseOptimizer(transformation, SHAPES), form, sharding, np.ones(SIZE, np.float32)
-    )
+    run = KernelRun(blocks_of(transformation), form, sharding, np.ones(SIZE, np.float32))
     before = pointers(run.arrays)
     for limit in (0.5, np.inf):
         run.step(random_summands(np.random.default_rng(0), 2), 1.0, limit)
@@ -172,7 +175,7 @@ def test_place_in_the_chunk_changes_no_bit(form, sharding):
     rng = np.random.default_rng(2)
     master = np.tile(rng.standard_normal(BLOCK).astype(np.float32), len(GROUPS))
     gradient = np.tile(rng.standard_normal(BLOCK).astype(jnp.bfloat16), len(GROUPS))
-    run = KernelRun(ElementwiseOptimizer(transformation, SHAPES), form, sharding, master)
+    run = KernelRun(blocks_of(transformation), form, sharding, master)
     run.step([gradient], 2.0, 1.0)
     for array in run.arrays:
         blocks = np.asarray(array).reshape(-1, BLOCK)
@@ -183,7 +186,7 @@ def test_place_in_the_chunk_changes_no_bit(form, sharding):
 def test_split_result_is_the_exact_split(form, sharding):
     """`high` is the rounded master, not some other pair with the same sum."""
     master = (10.0 ** np.random.default_rng(3).uniform(-30, 30, SIZE)).astype(np.float32)
-    run = KernelRun(ElementwiseOptimizer(optax.adam(1e-2), SHAPES), form, sharding, master)
+    run = KernelRun(blocks_of(optax.adam(1e-2)), form, sharding, master)
     run.step(random_summands(np.random.default_rng(4), 1))
     high, low = split_numpy(run.master)
     np.testing.assert_array_equal(np.asarray(run.arrays[0]).view(np.uint16), high.view(np.uint16))
@@ -202,7 +205,7 @@ def test_nan_never_turns_into_a_number(form, where, sharding):
     broken = np.arange(SIZE) % 3 == 0
     values = {"master": np.ones(SIZE, np.float32), "gradient": np.ones(SIZE, np.float32)}
     values[where][broken] = np.resize(NAN_PATTERNS, broken.sum()).view(np.float32)
-    optimizer = ElementwiseOptimizer(optax.adam(1e-2), SHAPES)
+    optimizer = blocks_of(optax.adam(1e-2))
     run = KernelRun(optimizer, form, sharding, values["master"])
     run.step([values["gradient"]], 2.0, 1.0)
     high = np.asarray(run.arrays[0]).astype(np.float32)
@@ -211,9 +214,7 @@ def test_nan_never_turns_into_a_number(form, where, sharding):
 
 
 def test_sum_of_squares_adds_the_summands_first(sharding):
-    kernels = UpdateKernels(
-        ElementwiseOptimizer(optax.adam(1e-2), SHAPES), sharding, block_size=BLOCK, form="whole"
-    )
+    kernels = UpdateKernels(blocks_of(optax.adam(1e-2)), sharding, block_size=BLOCK, form="whole")
     summands = random_summands(np.random.default_rng(5), 3)
     squares = kernels.sum_of_squares([owned(values, sharding) for values in summands])
     total = sum(values.astype(np.float64) for values in summands)
@@ -222,7 +223,7 @@ def test_sum_of_squares_adds_the_summands_first(sharding):
 
 
 def test_unsorted_groups_are_refused(sharding):
-    optimizer = ElementwiseOptimizer(OPTIMIZERS["adamw"](), SHAPES)
+    optimizer = blocks_of(OPTIMIZERS["adamw"]())
     kernels = UpdateKernels(optimizer, sharding, block_size=BLOCK, form="blocked")
     zeros = [np.zeros(SIZE, dtype) for dtype in (jnp.bfloat16, np.int16, *optimizer.state_dtypes)]
     with pytest.raises(AssertionError, match="one group after another"):
@@ -230,6 +231,6 @@ def test_unsorted_groups_are_refused(sharding):
 
 
 def test_unknown_form_is_refused(sharding):
-    optimizer = ElementwiseOptimizer(optax.adam(1e-2), SHAPES)
+    optimizer = blocks_of(optax.adam(1e-2))
     with pytest.raises(ValueError, match="fused"):
         UpdateKernels(optimizer, sharding, block_size=BLOCK, form="fast")

@@ -95,9 +95,10 @@ def serial(split, clip) -> Run:
             outputs = it.forward_backward(it.weights, prepared, keep)
             jax.block_until_ready(outputs.squares)
             squares = outputs.squares
+            updates = it._updates._updates
             if it._gradients.sums_on_host:
                 squares = [
-                    it._kernels.sum_of_squares(gradients[chunk].summands())
+                    updates.sum_of_squares(gradients[chunk].summands())
                     for chunk in sorted(gradients)
                 ]
             total = sum(float(np.sum(np.asarray(part, np.float64))) for part in squares)
@@ -106,18 +107,12 @@ def serial(split, clip) -> Run:
                 sum(float(np.sum(np.asarray(part, np.float64))) for part in outputs.losses)
                 / prepared.num_supervised
             )
-            placed = it._kernels.place_shared(shared)
-            for chunk, state in enumerate(it.store.chunks):
-                arrays = it._kernels.update(
-                    state.layout,
-                    state.arrays,
-                    gradients[chunk].summands(),
-                    placed,
-                    0.0 if np.isinf(limit) else norms[-1],
-                    limit,
-                )
-                state.replace(arrays)
-            shared = it._kernels.advance(shared)
+            scalars = updates.scalars(shared)
+            norm = 0.0 if np.isinf(limit) else norms[-1]
+            for chunk, parts in enumerate(it.store.chunks):
+                for part, summands in zip(parts, gradients[chunk].summands(), strict=True):
+                    updates.start(part, summands, scalars, norm, limit)()
+            shared = updates.advance(shared)
         parameters = {name: it.store.read(name) for name in it.store.parameter_names}
         return Run(
             losses=losses, norms=norms, parameters=parameters, state=optimizer_state(it.store)

@@ -1,0 +1,61 @@
+"""Which parameters of a model are trained, and how its stages are cut into chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from models.streamed import StreamedModel
+from planner.strategy import Strategy
+from slidedp_jax.chunk import FROZEN, ChunkLayout, lay_out
+from slidedp_jax.errors import UserError
+from slidedp_jax.freezing import frozen_names
+from slidedp_jax.treatments import Treatments
+
+
+def trained_shapes(model: StreamedModel, frozen: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """Full name -> shape of every parameter that no pattern of `frozen` fits.
+
+    Raises:
+      UserError: a pattern fits no parameter, or all are frozen.
+    """
+    shapes = {
+        name: tuple(leaf.shape)
+        for stage in model.stages()
+        for name, leaf in zip(stage.parameter_names(), jax.tree.leaves(stage.shapes), strict=True)
+    }
+    trained = shapes.keys() - frozen_names(shapes, frozen)
+    return {name: shape for name, shape in shapes.items() if name in trained}
+
+
+def chunks_of(
+    model: StreamedModel, strategy: Strategy, treatments: Treatments
+) -> tuple[list[ChunkLayout], list[tuple[Any, ...]]]:
+    """Layouts of embedding, layer chunks and head, and the layer functions of each layer chunk.
+
+    Parameters that `treatments` does not know are frozen.
+    """
+
+    def layout(name: str, stages: Sequence[Any]) -> ChunkLayout:
+        names = [parameter for stage in stages for parameter in stage.parameter_names()]
+        return lay_out(
+            name,
+            stages,
+            treatments.groups,
+            block_size=strategy.block_size,
+            num_pieces=strategy.num_host_devices,
+            kinds={parameter: treatments.kinds.get(parameter, FROZEN) for parameter in names},
+        )
+
+    layouts = [layout("embed", [model.embed])]
+    layer_fns = []
+    for first in range(0, len(model.layers), strategy.layers_per_chunk):
+        last = min(first + strategy.layers_per_chunk, len(model.layers))
+        layouts.append(layout(f"layers.{first}-{last - 1}", model.layers[first:last]))
+        layer_fns.append(tuple(model.layer_fns[first:last]))
+    layouts.append(layout("head", [model.head]))
+    if not any(part.trained_parts for part in layouts):
+        raise UserError("the optimizer changes no parameter (set_to_zero for all); train some")
+    return layouts, layer_fns

@@ -1,0 +1,120 @@
+"""The update of any part of a chunk, by the kernel or program of its kind."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from slidedp_jax.elementwise import ElementwiseOptimizer
+from slidedp_jax.host_store import HostStore, PartState
+from slidedp_jax.treatments import Treatments
+from slidedp_jax.update_kernel import KernelForm, UpdateKernels, choose_form
+from slidedp_jax.whole_parameter import WholeParameterOptimizer, WholeParameterUpdates
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepScalars:
+    """Shared optimizer state before a step, as values and on the host devices."""
+
+    values: Sequence[np.ndarray]
+    placed: Sequence[jax.Array]
+
+
+class PartUpdates:
+    """Updates of all kinds.
+
+    Args:
+      treatments: how each parameter is updated.
+      store: the host state.
+      block_size: elements per block.
+      form: form of the blocked kernel; None measures which is fastest here.
+    """
+
+    def __init__(
+        self,
+        treatments: Treatments,
+        store: HostStore,
+        *,
+        block_size: int,
+        form: KernelForm | None,
+    ):
+        blocked = [o for o in treatments.optimizers if isinstance(o, ElementwiseOptimizer)]
+        self.form: KernelForm = form or (
+            choose_form(blocked[0], store.sharding, block_size=block_size) if blocked else "whole"
+        )
+        self._store = store
+        self._kernels: dict[int, UpdateKernels] = {}
+        self._whole: dict[int, WholeParameterUpdates] = {}
+        for kind, optimizer in enumerate(treatments.optimizers):
+            if isinstance(optimizer, WholeParameterOptimizer):
+                self._whole[kind] = WholeParameterUpdates(optimizer, store)
+            else:
+                self._kernels[kind] = UpdateKernels(
+                    optimizer, store.sharding, block_size=block_size, form=self.form
+                )
+        # For what concerns no kind; its programs are compiled when they are used.
+        self._common = next(iter(self._kernels.values()), None) or UpdateKernels(
+            treatments.no_blocks(), store.sharding, block_size=block_size, form=self.form
+        )
+
+    def init(self, part: PartState) -> None:
+        """Make the starting optimizer state of a part whose master weights are set."""
+        kind = part.layout.kind
+        if kind in self._whole:
+            self._whole[kind].init(part)
+        elif part.layout.trained:
+            part.replace(self._kernels[kind].init(part.layout, part.arrays))
+
+    def start(
+        self,
+        part: PartState,
+        gradients: Sequence[jax.Array],
+        scalars: StepScalars,
+        norm: float,
+        max_norm: float,
+    ) -> Callable[[], None]:
+        """Begin to update a part in place; the returned function must be called to end it.
+
+        Whole parameters are updated by that function, which takes a while: nothing of them has
+        begun before.
+
+        Args:
+          part: a trained part.
+          gradients: summands of its gradient, each [padded_size].
+          scalars: of this step.
+          norm: global norm of the gradients, 0 when there is no limit.
+          max_norm: limit of the norm, infinity for none.
+        """
+        kind = part.layout.kind
+        if kind in self._whole:
+            return functools.partial(
+                self._whole[kind].update, part, gradients, scalars.values, norm, max_norm
+            )
+        arrays = self._kernels[kind].start_update(
+            part.layout, part.arrays, gradients, scalars.placed, norm, max_norm
+        )
+
+        def finish() -> None:
+            part.replace(jax.block_until_ready(arrays))
+
+        return finish
+
+    def scalars(self, shared: Sequence[Any]) -> StepScalars:
+        """What the updates of a step need of the shared state before it."""
+        return StepScalars(
+            values=[np.asarray(leaf) for leaf in shared], placed=self._common.place_shared(shared)
+        )
+
+    def advance(self, shared: Sequence[Any]) -> list[np.ndarray]:
+        """Shared optimizer state after one step."""
+        return self._common.advance(shared)
+
+    def sum_of_squares(self, parts: Sequence[Sequence[jax.Array]]) -> np.ndarray:
+        """Sums of squares of a chunk's summed gradient, given its parts' summands, float32 [K]."""
+        first, *others = [self._common.sum_of_squares(summands) for summands in parts]
+        return sum(others, start=first)
