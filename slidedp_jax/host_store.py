@@ -178,8 +178,9 @@ class HostStore:
             )
         if name in self.whole_state:
             old = self.whole_state[name][number]
-            copied = jnp.array(values, old.dtype, copy=True)
-            self.whole_state[name][number] = jax.device_put(copied, old.sharding)
+            # Into a buffer of JAX's own: one that NumPy owns cannot be donated.
+            own = jax.jit(jnp.copy, out_shardings=old.sharding)(values.astype(old.dtype))
+            self.whole_state[name][number] = own
             return
         part, slot = self._find(name)
         flat = values.reshape(-1)

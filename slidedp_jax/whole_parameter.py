@@ -70,8 +70,10 @@ class WholeParameterUpdates:
     def init(self, part: PartState) -> None:
         """Make the starting state of a part's parameters."""
         for number, slot in enumerate(part.layout.slots):
-            values = jax.device_put(self._store.read(slot.name), self._device(number))
-            self._store.whole_state[slot.name] = self._init(slot.group, values)
+            device = self._device(number)
+            with jax.default_device(device):  # of what does not depend on the values
+                state = self._init(slot.group, jax.device_put(self._store.read(slot.name), device))
+            self._store.whole_state[slot.name] = jax.device_put(state, device)
 
     def update(
         self,

@@ -1,0 +1,49 @@
+"""`--freeze`: frozen weights come out of checkpoint and export as they went in."""
+
+import json
+
+import numpy as np
+from runs import losses
+from safetensors.numpy import load_file
+
+from slidedp_jax.train import main
+
+FROZEN = ["model.embed_tokens.*", "model.layers.[01].*"]
+SETTINGS = {"max_steps": 4, "save_steps": 2, "freeze": FROZEN}
+
+
+def is_frozen(name):
+    return name.startswith(("model.embed_tokens.", "model.layers.0.", "model.layers.1."))
+
+
+def test_frozen_weights_are_saved_resumed_and_exported(inputs, tmp_path):
+    straight, out = tmp_path / "straight", tmp_path / "run"
+    inputs.train(straight, **SETTINGS, export=True, export_dtype="float32")
+    before = load_file(inputs.model / "model.safetensors")
+    after = load_file(straight / "export" / "model.safetensors")
+    assert before.keys() == after.keys()
+    for name, values in before.items():
+        same = np.array_equal(np.asarray(values, np.float32), after[name])
+        assert same == is_frozen(name), name
+    record = json.loads((straight / "checkpoints/step_00000004/trainer.json").read_text())
+    kinds = record["optimizer_state"]
+    assert all((kinds[name] == []) == is_frozen(name) for name in before)
+    inputs.train(out, **SETTINGS | {"max_steps": 2})
+    (out / "run.json").write_text((straight / "run.json").read_text())
+    inputs.train(out, **SETTINGS, export=True, export_dtype="float32")
+    assert losses(out) == losses(straight)
+    again = load_file(out / "export" / "model.safetensors")
+    assert all(again[name].tobytes() == values.tobytes() for name, values in after.items())
+
+
+def test_a_checkpoint_is_not_resumed_with_other_frozen_parameters(inputs, tmp_path, capsys):
+    inputs.train(tmp_path / "run", **SETTINGS | {"max_steps": 2})
+    words = inputs.command(tmp_path / "run", **SETTINGS | {"freeze": FROZEN[:1]})
+    assert main(words) == 1
+    assert "freeze was" in capsys.readouterr().err
+
+
+def test_a_pattern_that_fits_nothing_is_refused_before_anything_else(inputs, tmp_path, capsys):
+    assert main(inputs.command(tmp_path / "run", freeze=["layers.0"])) == 1
+    error = capsys.readouterr().err
+    assert "'layers.0'" in error and "model.layers.0" in error
