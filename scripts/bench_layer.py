@@ -381,13 +381,14 @@ def _time_packing(bench: Bench) -> None:
     import jax
 
     layout = chunk_layout(bench.model.layers[0])
-    pieces = tuple(bench.normal((layout.piece_size,), 0.02) for _ in range(layout.num_pieces))
+    (part,) = layout.parts
+    pieces = tuple(bench.normal((part.piece_size,), 0.02) for _ in range(part.num_pieces))
     gradients = (jax.tree.map(lambda leaf: leaf[None], bench.params(bench.model.layers[0])),)
-    jax.block_until_ready(bench.programs.unpack(layout, (pieces,)))
+    jax.block_until_ready(bench.programs.unpack(layout, ((pieces,),)))
     jax.block_until_ready(bench.programs.pack(layout, gradients))
     unpack = bench.programs._unpack[layout.signature]
     pack = bench.programs._pack[layout.signature]
-    bench.time("unpack of a layer", unpack, ((pieces,),))
+    bench.time("unpack of a layer", unpack, (((pieces,),),))
     bench.time("pack of a layer", pack, (gradients,))
 
 

@@ -144,7 +144,9 @@ def count_bytes(trainer: Any, batch: dict[str, Any]) -> dict[str, float]:
     def send(chunk: int, wire: Any) -> None:
         nonlocal down
         gradient = trainer.send(chunk, wire)
-        down += sum(shard.data.nbytes for shard in gradient.pinned.addressable_shards)
+        down += sum(
+            shard.data.nbytes for array in gradient.pinned for shard in array.addressable_shards
+        )
         arriving.append(gradient)
 
     trainer.forward_backward(trainer.weights, trainer.prepare(batch), send)

@@ -83,6 +83,7 @@ class TrainArguments:
     max_loss: float | None = _setting("training", "treat a larger loss like those", None)
     max_consecutive_skips: int = _setting("training", "skips in a row before it stops", 10)
     freeze: list[str] = _setting("training", "patterns of names that stay as they are", [])
+    ema_decay: float | None = _setting("training", "keep an average of the weights", None)
     seed: int = _setting("training", "of everything random", 42)
 
     num_devices: int | None = _setting("devices", "compute devices; all by default", None)
@@ -118,6 +119,8 @@ class TrainArguments:
         for name in ("max_steps", "save_steps", "eval_steps", "num_devices", "max_train_samples"):
             value = getattr(self, name)
             self._require(name, value is None or value >= 1, "at least 1, or null")
+        ema_ok = self.ema_decay is None or 0 < self.ema_decay < 1
+        self._require("ema_decay", ema_ok, "between 0 and 1, or null")
         self._require("max_loss", self.max_loss is None or self.max_loss > 0, "positive, or null")
         self._require("max_consecutive_skips", self.max_consecutive_skips >= 1, "at least 1")
         self._require("save_total_limit", self.save_total_limit >= 1, "at least 1")

@@ -2,7 +2,8 @@
 
 After every step, average := decay * average + (1 - decay) * weights, in fp32, beginning at the
 starting weights. As a state of the transformation it is updated with the weights by the same
-kernel, lies in host memory beside the moments and is part of every checkpoint.
+kernel, lies in host memory beside the moments (the last of a parameter's state arrays) and is part
+of every checkpoint.
 """
 
 from __future__ import annotations
@@ -12,10 +13,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-
-AVERAGE_STATE = -1
-"""Number of the average among a parameter's state arrays: the last."""
-
 
 class WithAverageState(NamedTuple):
     """State of the transformation inside, then the average of each parameter."""

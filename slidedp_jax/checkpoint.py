@@ -76,6 +76,7 @@ def save(trainer: Trainer, folder: pathlib.Path, extra: Mapping[str, Any]) -> pa
         "shared_optimizer_state": [_to_json(leaf) for leaf in trainer.shared_optimizer_state],
         "optimizer_state": _state_kinds(trainer),
         "kernel_form": trainer.kernel_form,
+        "ema_decay": trainer.ema_decay,
         "extra": dict(extra),
     }
     path = partial / "trainer.json"
@@ -142,10 +143,21 @@ def keep_last(folder: pathlib.Path, number: int) -> None:
         shutil.rmtree(path)
 
 
-def read_parameter_arrays(checkpoint: pathlib.Path, stage: Stage) -> dict[str, np.ndarray]:
-    """fp32 masters of a stage by full name, without a trainer (for export)."""
+def read_parameter_arrays(
+    checkpoint: pathlib.Path, stage: Stage, *, averaged: bool = False
+) -> dict[str, np.ndarray]:
+    """fp32 masters of a stage by full name, without a trainer (for export).
+
+    `averaged`: their moving averages; of frozen parameters the masters. The checkpoint must have
+    been saved with `ema_decay`.
+    """
     tree = _checkpointer().restore((checkpoint / _item(stage)).absolute())
-    return {name: np.asarray(arrays[_MASTER]) for name, arrays in tree.items()}
+
+    def wanted(arrays: Mapping[str, Any]) -> Any:
+        number = len(arrays) - 1  # state arrays, the average is the last
+        return arrays[f"state_{number - 1}" if averaged and number else _MASTER]
+
+    return {name: np.asarray(wanted(arrays)) for name, arrays in tree.items()}
 
 
 def _checkpointer() -> ocp.Checkpointer:

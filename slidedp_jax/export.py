@@ -27,9 +27,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("output", type=pathlib.Path, help="folder to write; new or empty")
     parser.add_argument("--model_name_or_path", "--model-name-or-path", help="source model folder")
     parser.add_argument("--dtype", default="bfloat16", help="bfloat16, float16 or float32")
+    parser.add_argument("--ema", action="store_true", help="the moving average of the weights")
     args = parser.parse_args(argv)
     try:
-        export_checkpoint(args.checkpoint, args.output, args.model_name_or_path, args.dtype)
+        export_checkpoint(
+            args.checkpoint, args.output, args.model_name_or_path, args.dtype, averaged=args.ema
+        )
     except (UserError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -38,7 +41,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def export_checkpoint(
-    checkpoint: pathlib.Path, output: pathlib.Path, source: str | None, dtype: str
+    checkpoint: pathlib.Path,
+    output: pathlib.Path,
+    source: str | None,
+    dtype: str,
+    *,
+    averaged: bool = False,
 ) -> None:
     """Write the weights of a checkpoint, by default the newest of a run, as a model folder."""
     configure(platform="cpu", num_devices=1, num_host_devices=1)
@@ -53,7 +61,8 @@ def export_checkpoint(
         checkpoint = steps[-1]
     else:
         root = checkpoint.parent.parent
-    read_record(checkpoint)
+    if read_record(checkpoint)["ema_decay"] is None and averaged:
+        raise UserError(f"{checkpoint} holds no moving average; train with --ema_decay 0.999")
     if source is None:
         record = root / "run.json"
         if not record.is_file():
@@ -67,7 +76,7 @@ def export_checkpoint(
     def read(name: str) -> np.ndarray:
         if name not in loaded:
             loaded.clear()
-            loaded.update(read_parameter_arrays(checkpoint, stages[name]))
+            loaded.update(read_parameter_arrays(checkpoint, stages[name], averaged=averaged))
         return loaded[name]
 
     export(output, folder, config.parameter_shapes(), read, dtype=dtype)

@@ -74,6 +74,11 @@ class RunFolder:
         """The trained model as a Hugging Face folder."""
         return self.root / "export"
 
+    @property
+    def export_ema(self) -> pathlib.Path:
+        """The same of the moving average of the weights."""
+        return self.root / "export_ema"
+
     def write_record(self, record: dict[str, Any]) -> None:
         """Store resolved settings, plan and versions."""
         self.root.mkdir(parents=True, exist_ok=True)
@@ -104,7 +109,7 @@ def open_run_folder(args: TrainArguments) -> RunFolder:
             f"output_dir {root} holds files but no run of slidedp_jax; give an empty or new folder"
         )
     if used and args.overwrite_output_dir and not args.dry_run:
-        for name in ("checkpoints", "export"):
+        for name in ("checkpoints", "export", "export_ema"):
             shutil.rmtree(root / name, ignore_errors=True)
         for name in ("metrics.jsonl", "run.json"):
             (root / name).unlink(missing_ok=True)

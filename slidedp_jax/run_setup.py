@@ -13,6 +13,7 @@ from models.hf_hub import resolve_model_folder
 from models.hf_load import check_folder
 from planner.candidates import Choices
 from planner.hardware import named_hardware
+from planner.memory import ADAMW_STATE_BYTES
 from planner.search import Plan
 from slidedp_jax.arguments import TrainArguments
 from slidedp_jax.data import (
@@ -154,6 +155,7 @@ def make_plan(args: TrainArguments, inputs: RunInputs, num_devices: int) -> Plan
         documents_per_row=inputs.source.documents_per_row if args.packing else None,
         max_grad_norm=args.clip,
         compute_dtype=args.dtype,
+        optimizer_state_bytes=ADAMW_STATE_BYTES + (0 if args.ema_decay is None else 4),
         device_memory_budget_gib=args.device_memory_budget,
         host_memory_budget_gib=args.host_memory_budget,
         # Eager updates have begun when a step turns out to be bad.

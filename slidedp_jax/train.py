@@ -168,6 +168,7 @@ class _Run:
                 load_parameters(inputs.folder, shapes, write) if load else None
             ),
             frozen=args.freeze,
+            ema_decay=args.ema_decay,
             max_grad_norm=args.clip,
             on_nonfinite=args.on_nonfinite,
             max_loss=args.max_loss,
@@ -286,37 +287,16 @@ class _Run:
 
     def _finish(self, trainer: Any, *, complete: bool) -> int:
         """Samples, export and the summary."""
+        from slidedp_jax.run_export import export_run
+
         if not complete:
             print(f"stopped at step {trainer.step_count}; the same command goes on from there")
             return EXIT_INTERRUPTED
         self._sample(trainer, "after training")
-        if self._args.export and not self._export_exists(trainer):
-            self._export(trainer)
+        if self._args.export:
+            export_run(trainer, self._folder, self._inputs, self._args)
         self._summary()
         return 0
-
-    def _export_exists(self, trainer: Any) -> bool:
-        marker = self._folder.export / "slidedp_jax_step"
-        return marker.is_file() and marker.read_text() == str(trainer.step_count)
-
-    def _export(self, trainer: Any) -> None:
-        import pathlib
-        import shutil
-
-        from models.hf_export import export
-
-        trainer.wait()
-        template = self._args.chat_template_path
-        shutil.rmtree(self._folder.export, ignore_errors=True)
-        export(
-            self._folder.export,
-            self._inputs.folder,
-            self._inputs.config.parameter_shapes(),
-            trainer.store.read,
-            dtype=self._args.export_dtype,
-            chat_template=pathlib.Path(template).read_text() if template else None,
-        )
-        (self._folder.export / "slidedp_jax_step").write_text(str(trainer.step_count))
 
     def _sample(self, trainer: Any, when: str) -> None:
         """Greedy completions of the sample prompts, on the console."""
@@ -359,6 +339,8 @@ class _Run:
         print(f"  metrics:     {self._folder.metrics}")
         if self._args.export:
             print(f"  model:       {self._folder.export}")
+            if self._args.ema_decay is not None:
+                print(f"  averaged:    {self._folder.export_ema}")
 
     def _record(self, trainer: Any) -> dict[str, Any]:
         packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "grain")

@@ -49,6 +49,8 @@ class Trainer:
         with `write(name, array)`, or None for `model.initial_value`.
       frozen: shell-style patterns of full names (`model.embed_tokens.*`); these parameters stay as
         they are and have no gradients, no optimizer state and no part in the norm.
+      ema_decay: keep a moving average of the weights in host memory, 4 bytes per parameter
+        (`slidedp_jax.average`); None for none.
       seed: of the starting weights where `parameters` is None, and of dropout.
       max_grad_norm: limit of the global gradient norm, exact; None for none.
       on_nonfinite: "stop" at a step with a non-finite gradient norm, or "skip" it.
@@ -74,6 +76,7 @@ class Trainer:
         strategy: Strategy,
         parameters: Parameters | None = None,
         frozen: Sequence[str] = (),
+        ema_decay: float | None = None,
         seed: int = 0,
         max_grad_norm: float | None = 1.0,
         on_nonfinite: NonfinitePolicy = "stop",
@@ -96,7 +99,8 @@ class Trainer:
         self._mesh = Mesh(
             np.array(self._devices), (DATA_AXIS,), axis_types=(jax.sharding.AxisType.Auto,)
         )
-        treatments = Treatments(optimizer, trained_shapes(model, frozen))
+        treatments = Treatments(optimizer, trained_shapes(model, frozen), ema_decay=ema_decay)
+        self.ema_decay = ema_decay
         layouts, layer_fns = chunks_of(model, strategy, treatments)
         wide = strategy.compute_dtype == "float32"
         self.store = HostStore(
@@ -258,6 +262,21 @@ class Trainer:
         """All master weights, float32 copies by full name; waits for pending updates."""
         self.wait()
         return {name: self.store.read(name) for name in self.store.parameter_names}
+
+    def read_average(self, name: str) -> np.ndarray:
+        """Moving average of a parameter, float32; of a frozen one, the parameter.
+
+        Pending updates must have been waited for. Raises UserError without `ema_decay`.
+        """
+        if self.ema_decay is None:
+            raise UserError("no average is kept; pass ema_decay, such as 0.999, to the Trainer")
+        kept = len(self.store.state_specs(name))
+        return self.store.read_state(name, kept - 1) if kept else self.store.read(name)
+
+    def averaged_parameters(self) -> dict[str, np.ndarray]:
+        """Moving averages of all parameters, as `parameters`."""
+        self.wait()
+        return {name: self.read_average(name) for name in self.store.parameter_names}
 
     @property
     def shared_optimizer_state(self) -> list[np.ndarray]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import optax
 
+from slidedp_jax.average import with_average
 from slidedp_jax.chunk import FROZEN
 from slidedp_jax.decompose import DecomposedOptimizer
 from slidedp_jax.elementwise import ElementwiseOptimizer, is_elementwise, state_dtypes
@@ -22,6 +23,7 @@ class Treatments:
     Args:
       transformation: sees the trained parameters as a flat dict from full name to array.
       shapes: full name -> shape of all trained parameters.
+      ema_decay: keep a moving average of the weights with this decay; None for none.
 
     Attributes:
       optimizers: the update of each kind.
@@ -36,13 +38,19 @@ class Treatments:
         self,
         transformation: optax.GradientTransformation,
         shapes: Mapping[str, tuple[int, ...]],
+        *,
+        ema_decay: float | None = None,
     ):
-        taken_apart = self._taken_apart = DecomposedOptimizer(transformation, shapes)
+        taken_apart = DecomposedOptimizer(transformation, shapes)
+        idle = {name for name, group in taken_apart.groups.items() if taken_apart.idle[group]}
+        if ema_decay is not None:
+            taken_apart = DecomposedOptimizer(with_average(transformation, ema_decay), shapes)
+        self._taken_apart = taken_apart
         self.initial_shared = taken_apart.initial_shared
         self.advance_shared = taken_apart.advance_shared
         members: dict[object, list[int]] = {}
-        for group in range(taken_apart.num_groups):
-            if not taken_apart.idle[group]:
+        for group, name in enumerate(taken_apart.representatives):
+            if name not in idle:
                 blocks = is_elementwise(taken_apart, group)
                 key = state_dtypes(taken_apart, group) if blocks else "whole"
                 members.setdefault(key, []).append(group)

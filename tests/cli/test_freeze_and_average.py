@@ -1,9 +1,11 @@
 """`--freeze`: frozen weights come out of checkpoint and export as they went in."""
 
 import json
+import subprocess
+import sys
 
 import numpy as np
-from runs import losses
+from runs import ROOT, losses
 from safetensors.numpy import load_file
 
 from slidedp_jax.train import main
@@ -47,3 +49,23 @@ def test_a_pattern_that_fits_nothing_is_refused_before_anything_else(inputs, tmp
     assert main(inputs.command(tmp_path / "run", freeze=["layers.0"])) == 1
     error = capsys.readouterr().err
     assert "'layers.0'" in error and "model.layers.0" in error
+
+
+def test_the_moving_average_is_planned_saved_and_exported(inputs, tmp_path, capsys):
+    out = tmp_path / "run"
+    settings = {"max_steps": 3, "export": True, "export_dtype": "float32"}
+    inputs.train(out, **settings, ema_decay=0.5, freeze=FROZEN)
+    assert "export_ema" in capsys.readouterr().out
+    weights, averages = (
+        load_file(out / name / "model.safetensors") for name in ("export", "export_ema")
+    )
+    for name, values in averages.items():
+        assert np.array_equal(values, weights[name]) == is_frozen(name), name
+    plan = json.loads((out / "run.json").read_text())["plan"]["chosen"]
+    host = plan["memory"]["host"]
+    assert host["optimizer_state"] == 3 * host["master_weights"]
+    again = tmp_path / "again"
+    command = [sys.executable, "-m", "slidedp_jax.export", str(out), str(again)]
+    subprocess.run([*command, "--ema", "--dtype", "float32"], cwd=ROOT, check=True)
+    exported = load_file(again / "model.safetensors")
+    assert all(exported[name].tobytes() == averages[name].tobytes() for name in averages)

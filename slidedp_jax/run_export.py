@@ -1,0 +1,42 @@
+"""What a finished run leaves beside its checkpoints: Hugging Face folders of its weights."""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+from collections.abc import Callable
+
+import numpy as np
+
+from models.hf_export import export
+from slidedp_jax.arguments import TrainArguments
+from slidedp_jax.run_folder import RunFolder
+from slidedp_jax.run_setup import RunInputs
+from slidedp_jax.trainer import Trainer
+
+_MARKER = "slidedp_jax_step"
+
+
+def export_run(
+    trainer: Trainer, folder: RunFolder, inputs: RunInputs, args: TrainArguments
+) -> None:
+    """Write `export/` and, where an average is kept, `export_ema/`, unless they are there."""
+    trainer.wait()
+    targets: dict[pathlib.Path, Callable[[str], np.ndarray]] = {folder.export: trainer.store.read}
+    if args.ema_decay is not None:
+        targets[folder.export_ema] = trainer.read_average
+    for path, read in targets.items():
+        marker = path / _MARKER
+        if marker.is_file() and marker.read_text() == str(trainer.step_count):
+            continue
+        shutil.rmtree(path, ignore_errors=True)
+        template = args.chat_template_path
+        export(
+            path,
+            inputs.folder,
+            inputs.config.parameter_shapes(),
+            read,
+            dtype=args.export_dtype,
+            chat_template=pathlib.Path(template).read_text() if template else None,
+        )
+        marker.write_text(str(trainer.step_count))
