@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+
 class WithAverageState(NamedTuple):
     """State of the transformation inside, then the average of each parameter."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,8 @@ from slidedp_jax.trace import Tracer
 from slidedp_jax.treatments import Treatments
 from slidedp_jax.update_kernel import KernelForm
 from slidedp_jax.weight_window import StreamedWeights, WeightSource
+
+_LOG = logging.getLogger(__name__)
 
 Parameters = Mapping[str, np.ndarray] | Callable[[Callable[[str, np.ndarray], None]], Any]
 
@@ -101,6 +104,14 @@ class Trainer:
         )
         treatments = Treatments(optimizer, trained_shapes(model, frozen), ema_decay=ema_decay)
         self.ema_decay = ema_decay
+        if whole := treatments.whole_parameters:
+            _LOG.warning(
+                "%d of %d parameters (such as %s) are updated as a whole on the host, because the "
+                "optimizer is not element-wise; that is much slower than AdamW",
+                len(whole),
+                len(treatments.kinds),
+                whole[0],
+            )
         layouts, layer_fns = chunks_of(model, strategy, treatments)
         wide = strategy.compute_dtype == "float32"
         self.store = HostStore(
