@@ -18,7 +18,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
 
 from planner.strategy import UpdatePolicy

@@ -131,7 +131,7 @@ class UpdateKernels:
 
     def start_update(
         self,
-        layout: ChunkLayout,
+        layout: FlatLayout,
         arrays: Sequence[jax.Array],
         gradients: Sequence[jax.Array],
         shared: Sequence[jax.Array],
