@@ -44,12 +44,12 @@ class LeafProgram:
     Attributes:
       text: canonical text of the program, equal for parameters that are treated alike.
       reads: names of other parameters whose values, gradients or state it reads.
-      reads_gradient: whether it reads the parameter's own gradient.
+      reads_value_alone: whether it reads neither a gradient nor any state.
     """
 
     text: str
     reads: frozenset[str]
-    reads_gradient: bool
+    reads_value_alone: bool
 
 
 def owner_of(path: Sequence[Any], names: Iterable[str]) -> str | None:
@@ -157,8 +157,8 @@ def _canonical(outputs: Sequence[_Node], name: str | None, shape: tuple[int, ...
     for output in outputs:
         visit(output)
     lines.append(f"-> {[numbers[output] for output in outputs]}")
-    reads_gradient = any(n.operation.startswith("gradient") and n.owner == name for n in numbers)
-    return LeafProgram(text="\n".join(lines), reads=frozenset(reads), reads_gradient=reads_gradient)
+    others = any(node.operation.startswith(("gradient", "state")) for node in numbers)
+    return LeafProgram(text="\n".join(lines), reads=frozenset(reads), reads_value_alone=not others)
 
 
 def _erase(value: Any, shape: tuple[int, ...]) -> str:

@@ -47,7 +47,6 @@ class PartUpdates:
         self.form: KernelForm = form or (
             choose_form(blocked[0], store.sharding, block_size=block_size) if blocked else "whole"
         )
-        self._store = store
         self._kernels: dict[int, UpdateKernels] = {}
         self._whole: dict[int, WholeParameterUpdates] = {}
         for kind, optimizer in enumerate(treatments.optimizers):

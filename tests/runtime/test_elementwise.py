@@ -198,6 +198,21 @@ KINDS = {
         ),
         {ADAM: EVERYTHING - LAYERS, "frozen": LAYERS},
     ),
+    # Nothing but decay, and that only after a while: not the same as frozen.
+    "late_decay_for_some": (
+        lambda rate: optax.multi_transform(
+            {
+                "fast": optax.sgd(rate),
+                "slow": optax.chain(
+                    optax.set_to_zero(),
+                    optax.add_decayed_weights(0.1),
+                    optax.scale_by_schedule(lambda count: -rate * (count > 9)),
+                ),
+            },
+            by_layer,
+        ),
+        {"": EVERYTHING},
+    ),
     "muon": (contrib.muon, {"whole": MATRICES, ADAM: VECTORS}),
     # Its root mean squares are those of whole vectors too.
     "adafactor": (optax.adafactor, {"whole": EVERYTHING}),
