@@ -29,6 +29,7 @@ PATTERNS = {
     "head": ["lm_head.weight", "model.norm.weight"],
     "all_but_norms": ["*_proj.weight", "model.embed_tokens.*", "lm_head.*"],
     "all_but_the_head": ["model.embed_tokens.*", "model.layers.*"],
+    "all_but_the_embedding": ["model.layers.*", "model.norm.*", "lm_head.*"],
     "norms": ["*norm.weight"],
 }
 
@@ -38,7 +39,9 @@ def batches(config):
 
 
 def zero_where(frozen):
-    labels = lambda params: {name: "frozen" if name in frozen else "trained" for name in params}  # noqa: E731
+    def labels(params):
+        return {name: "frozen" if name in frozen else "trained" for name in params}
+
     return optax.multi_transform(
         {"frozen": optax.set_to_zero(), "trained": optax.identity()}, labels
     )
@@ -60,6 +63,7 @@ CASES = [
     ("embedding", True, 1),
     ("lower_layers_and_embedding", True, 3),
     ("all_but_norms", True, 1),
+    ("all_but_the_embedding", True, 3),
 ]
 
 
