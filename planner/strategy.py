@@ -36,6 +36,8 @@ class Strategy:
         `deferred`: when the norm over all gradients is known.
       prefetch_depth: chunks whose upload may run ahead of compute.
       weight_slots: layer chunks whose weights a device may hold at once.
+      kept_chunks: top layer chunks whose weights and intermediate results stay on the device from
+        forward to backward; the others are uploaded again and recomputed.
       loss_chunk_tokens: tokens whose logits exist at once.
       compute_dtype: dtype of forward and backward.
       num_host_devices: CPU devices over which the state is sharded, K; a multiple of the number of
@@ -51,6 +53,7 @@ class Strategy:
     update_policy: UpdatePolicy = "deferred"
     prefetch_depth: int = 1
     weight_slots: int = 3
+    kept_chunks: int = 0
     loss_chunk_tokens: int = 1024
     compute_dtype: ComputeDtype = "bfloat16"
     num_host_devices: int = 1
@@ -61,6 +64,8 @@ class Strategy:
         for name in _COUNTS:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        if self.kept_chunks < 0:
+            raise ValueError(f"kept_chunks is {self.kept_chunks}; it must be at least 0.")
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(

@@ -18,12 +18,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models.streamed import Cache, CachedFn, StreamedModel
 from slidedp_jax.chunk import ChunkLayout, Trained
+from slidedp_jax.chunk_trace import LayerFns, accumulate, apply_layers, choose, merge
+from slidedp_jax.kept import KeptPrograms
 from slidedp_jax.routes import DATA_AXIS, GradientPath, WeightPath
 from slidedp_jax.split_float import join
 
 _ROWS, _SAME = PartitionSpec(DATA_AXIS), PartitionSpec()
-
-LayerFns = tuple[Callable[..., jax.Array], ...]
 
 FetchedChunk = tuple[tuple[tuple[jax.Array, ...], ...], ...]
 """Per part of a chunk, what the weight route fetched of `high` and, in fp32 compute, of `low`."""
@@ -64,6 +64,7 @@ class ComputePrograms:
         self.forward = functools.cache(self._make_forward)
         self.cached_forward = functools.cache(self._make_cached_forward)
         self.backward = functools.cache(self._make_backward)
+        self.kept = functools.cache(functools.partial(KeptPrograms, self._map))
         self.head_backward = functools.cache(self._make_head_backward)
         self._unpack: dict[Any, Callable[..., Any]] = {}
         self._pack: dict[Any, Callable[..., Any]] = {}
@@ -127,7 +128,7 @@ class ComputePrograms:
         """(trees per layer, x, batch) -> x after the chunk's layers."""
 
         def body(trees: Any, x: jax.Array, batch: Any) -> jax.Array:
-            return _apply(layer_fns, trees, x, batch)
+            return apply_layers(layer_fns, trees, x, batch)
 
         return self._map(body, (_SAME, _ROWS, _ROWS), _ROWS)
 
@@ -158,16 +159,16 @@ class ComputePrograms:
         """
 
         def body(trees: Any, x: jax.Array, dy: jax.Array, batch: Any, sums: Any) -> Any:
-            chosen, frozen = _choose(trees, trained)
+            chosen, frozen = choose(trees, trained)
 
             def forward(chosen: Any, x: jax.Array) -> jax.Array:
-                return _apply(layer_fns, _merge(chosen, frozen), x, batch)
+                return apply_layers(layer_fns, merge(chosen, frozen), x, batch)
 
             if needs_dx:
                 gradients, dx = jax.vjp(forward, chosen, x)[1](dy)
             else:
                 (gradients,), dx = jax.vjp(lambda t: forward(t, x), chosen)[1](dy), None
-            return dx, _accumulate(sums, gradients, widen)
+            return dx, accumulate(sums, gradients, widen)
 
         return self._map(
             body,
@@ -187,14 +188,14 @@ class ComputePrograms:
         def body(
             head: Any, embed: Any, x: jax.Array, batch: Any, scale: jax.Array, sums: Any
         ) -> Any:
-            (head,), (frozen_head,) = _choose((head,), self._head_trained)
+            (head,), (frozen_head,) = choose((head,), self._head_trained)
             frozen_embed = None
             if embed is not None:
-                (embed,), (frozen_embed,) = _choose((embed,), self._embed_trained)
+                (embed,), (frozen_embed,) = choose((embed,), self._embed_trained)
 
             def loss(head: Any, embed: Any, x: jax.Array) -> jax.Array:
                 return self._model.head_loss_fn(
-                    _merge(head, frozen_head), _merge(embed, frozen_embed), x, batch
+                    merge(head, frozen_head), merge(embed, frozen_embed), x, batch
                 )
 
             if needs_dx:
@@ -205,8 +206,8 @@ class ComputePrograms:
                 (head_gradients, embed_gradients), dx = pullback(scale.astype(value.dtype)), None
             head_sums, embed_sums = sums if sums is not None else (None, None)
             total = (
-                _accumulate(head_sums, head_gradients, widen),
-                _accumulate(embed_sums, embed_gradients, True),
+                accumulate(head_sums, head_gradients, widen),
+                accumulate(embed_sums, embed_gradients, True),
             )
             return value[None], dx, total
 
@@ -236,66 +237,14 @@ class ComputePrograms:
         """Gradients of the embedding in fp32, added to `sums` (for a tied model, the head's)."""
         if embed is None:
             embed = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), self._model.embed.shapes)
-        return _accumulate(sums, self._embed_gradients(embed, batch, dx), True)
+        return accumulate(sums, self._embed_gradients(embed, batch, dx), True)
 
     def _embed_gradients(self, embed: Any, batch: Any, dx: jax.Array) -> Any:
         """Rows that occur often add up in fp32: the lookup is differentiated at fp32 weights."""
         wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), embed)
-        (chosen,), (frozen,) = _choose((wide,), self._embed_trained)
+        (chosen,), (frozen,) = choose((wide,), self._embed_trained)
 
         def lookup(chosen: Any) -> jax.Array:
-            return self._model.embed_fn(_merge(chosen, frozen), batch).astype(dx.dtype)
+            return self._model.embed_fn(merge(chosen, frozen), batch).astype(dx.dtype)
 
         return jax.vjp(lookup, chosen)[1](dx)[0]
-
-
-def _choose(trees: tuple[Any, ...], trained: Trained | None) -> tuple[Any, Any]:
-    """Trees with None in place of frozen leaves, and the same of trained ones."""
-    if trained is None or all(map(all, trained)):
-        return trees, (None,) * len(trees)
-
-    def pick(wanted: bool) -> tuple[Any, ...]:
-        return tuple(
-            jax.tree.unflatten(
-                jax.tree.structure(tree),
-                [
-                    leaf if flag == wanted else None
-                    for leaf, flag in zip(jax.tree.leaves(tree), flags, strict=True)
-                ],
-            )
-            for tree, flags in zip(trees, trained, strict=True)
-        )
-
-    return pick(True), pick(False)
-
-
-def _merge(chosen: Any, frozen: Any) -> Any:
-    """What `_choose` took apart."""
-    if not jax.tree.leaves(frozen):
-        return chosen
-    return jax.tree.map(
-        lambda one, other: other if one is None else one,
-        chosen,
-        frozen,
-        is_leaf=lambda leaf: leaf is None,
-    )
-
-
-def _apply(layer_fns: LayerFns, trees: Any, x: jax.Array, batch: Any) -> jax.Array:
-    for index, (layer_fn, params) in enumerate(zip(layer_fns, trees, strict=True)):
-        own = batch
-        if "layer_index" in batch:
-            own = {**batch, "layer_index": batch["layer_index"] + index}
-        x = layer_fn(params, x, own)
-    return x
-
-
-def _accumulate(sums: Any, gradients: Any, widen: bool) -> Any:
-    """Own gradients as [1, ...], added to `sums` if there are any."""
-
-    def own(part: jax.Array) -> jax.Array:
-        return part[None].astype(jnp.float32 if widen else part.dtype)
-
-    if sums is None:
-        return jax.tree.map(own, gradients)
-    return jax.tree.map(lambda total, part: total + own(part), sums, gradients)

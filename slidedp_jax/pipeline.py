@@ -18,7 +18,8 @@ import jax
 
 from models.streamed import Cache, CachedFn
 from slidedp_jax.chunk import ChunkLayout
-from slidedp_jax.compute import ComputePrograms, LayerFns
+from slidedp_jax.chunk_trace import LayerFns
+from slidedp_jax.compute import ComputePrograms
 from slidedp_jax.trace import Tracer
 from slidedp_jax.weight_window import WeightSource
 
@@ -50,6 +51,8 @@ class Pipeline:
       tied: whether the head reads the embedding's weights.
       programs: compiled programs.
       prefetch_depth: chunks fetched ahead of the one in use.
+      kept_chunks: top layer chunks whose weights and intermediate results stay on the device
+        between forward and backward.
       tracer: takes note of what is issued.
     """
 
@@ -61,6 +64,7 @@ class Pipeline:
         tied: bool,
         programs: ComputePrograms,
         prefetch_depth: int,
+        kept_chunks: int = 0,
         tracer: Tracer,
     ):
         self._layouts = layouts
@@ -72,6 +76,7 @@ class Pipeline:
         self._head = len(layouts) - 1
         self._lowest = next(i for i, layout in enumerate(layouts) if layout.trained_parts)
         self._last_layers = max(1, self._lowest)
+        self._kept = range(max(self._last_layers, self._head - kept_chunks), self._head)
         self._embed_reads_values: bool | None = None
         self._layer_indices: dict[int, jax.Array] = {}
 
@@ -91,7 +96,9 @@ class Pipeline:
           sink: takes each chunk's gradient as soon as its computation is issued, and starts its
             copy to the host.
         """
-        boundaries, embed, kept = self._forward(weights, microbatches, keep_from=self._lowest)
+        boundaries, embed, last_trees, held = self._forward(
+            weights, microbatches, keep_from=self._lowest
+        )
         squares: list[jax.Array | None] = [None] * len(self._layouts)
         losses, dxs, sums = self._head_pass(weights, embed, boundaries.pop(), microbatches, scale)
         if self._tied:
@@ -102,18 +109,20 @@ class Pipeline:
         del head_sums, sums
         above = self._head
         for chunk in range(self._head - 1, self._last_layers - 1, -1):
-            trees = kept if chunk == self._head - 1 else weights.take(chunk)
-            self._prefetch(weights, range(chunk - 1, self._last_layers - 1, -1))
+            trees, residuals = held.pop(chunk, (last_trees, None))
+            if trees is None:
+                trees = weights.take(chunk)
+            last_trees = None
+            self._prefetch(weights, self._fetched_below(chunk))
             dxs, chunk_sums = self._chunk_backward(
-                chunk, trees, boundaries.pop(), dxs, microbatches
+                chunk, trees, boundaries.pop(), residuals, dxs, microbatches
             )
-            del trees
-            kept = None
+            del trees, residuals
             wire = self._send(chunk, chunk_sums, squares, sink)
             del chunk_sums
             # Back-pressure: the chunk above is done, so its weights and gradients are free.
             jax.block_until_ready(losses if pending is None else pending)
-            weights.release(above)
+            self._release_after_backward(weights, above)
             pending, above = wire, chunk
             if wire is None:
                 # Nothing of a frozen chunk but dxs marks its end, and the next program takes those.
@@ -121,14 +130,14 @@ class Pipeline:
         if self._lowest == 0:
             embed_sums = self._embed_pass(weights, dxs, microbatches, embed_sums)
         jax.block_until_ready(losses if pending is None else pending)
-        weights.release(above)
+        self._release_after_backward(weights, above)
         if self._lowest == 0:
             self._send(0, (embed_sums,), squares, sink)
         return StepOutputs(losses=losses, squares=[part for part in squares if part is not None])
 
     def losses(self, weights: WeightSource, microbatches: Sequence[DeviceBatch]) -> list[jax.Array]:
         """Forward only: per microbatch, each device's sum of token losses, float32 [G]."""
-        boundaries, embed, _ = self._forward(weights, microbatches, keep_from=self._head)
+        boundaries, embed, *_ = self._forward(weights, microbatches, keep_from=self._head)
         head = weights.take(self._head)[0]
         losses = [
             self._programs.loss(head, embed, x, batch)
@@ -186,11 +195,14 @@ class Pipeline:
 
     def _forward(
         self, weights: WeightSource, microbatches: Sequence[DeviceBatch], *, keep_from: int
-    ) -> tuple[list[list[jax.Array]], Any, Any]:
-        """Inputs of the chunks from `keep_from` on, embedding weights if tied, last chunk's trees.
+    ) -> tuple[list[list[jax.Array]], Any, Any, dict[int, tuple[Any, list[Any]]]]:
+        """What backward needs of forward.
 
-        The trees are kept if the inputs of the last layer chunk are.
+        Returns:
+          Inputs of the chunks from `keep_from` on; embedding weights if tied; the last layer
+          chunk's trees if its inputs are kept; trees and residuals of the kept chunks, likewise.
         """
+        held: dict[int, tuple[Any, list[Any]]] = {}
         embed = weights.take(0)[0]
         self._prefetch(weights, range(1, self._head + 1))
         with self._tracer.span("compute", "embed"):
@@ -205,11 +217,11 @@ class Pipeline:
             self._prefetch(weights, range(chunk + 1, self._head + 1))
             previous = xs
             with self._tracer.span("compute", f"forward {self._layouts[chunk].name}"):
-                forward = self._programs.forward(self._layer_fns[chunk - 1])
-                xs = [
-                    forward(trees, x, self._of_chunk(chunk, batch))
-                    for x, batch in zip(previous, microbatches, strict=True)
-                ]
+                xs, residuals = self._chunk_forward(
+                    chunk, trees, previous, microbatches, keep=keep_from < self._head
+                )
+            if residuals is not None:
+                held[chunk] = trees, residuals
             if keep_from <= chunk + 1:
                 boundaries.append(xs)
             jax.block_until_ready(previous)
@@ -221,7 +233,44 @@ class Pipeline:
             jax.block_until_ready(xs)
             weights.release(self._head - 1)
             trees = None
-        return boundaries, embed, trees
+        return boundaries, embed, trees, held
+
+    def _chunk_forward(
+        self,
+        chunk: int,
+        trees: Any,
+        xs: list[jax.Array],
+        microbatches: Sequence[DeviceBatch],
+        *,
+        keep: bool,
+    ) -> tuple[list[jax.Array], list[Any] | None]:
+        """Outputs per microbatch and, of a kept chunk, residuals per microbatch."""
+        if not keep or chunk not in self._kept:
+            forward = self._programs.forward(self._layer_fns[chunk - 1])
+        else:
+            forward = self._programs.kept(*self._backward_key(chunk, len(microbatches))).forward
+        outputs = [
+            forward(trees, x, self._of_chunk(chunk, batch))
+            for x, batch in zip(xs, microbatches, strict=True)
+        ]
+        if not keep or chunk not in self._kept:
+            return outputs, None
+        return [x for x, _ in outputs], [residual for _, residual in outputs]
+
+    def _backward_key(self, chunk: int, num_microbatches: int) -> tuple[Any, ...]:
+        """What tells one chunk's backward program from another's."""
+        trained, needs_dx = self._layouts[chunk].trained, chunk > self._lowest
+        return self._layer_fns[chunk - 1], num_microbatches > 1, trained, needs_dx
+
+    def _fetched_below(self, chunk: int) -> list[int]:
+        """Layer chunks below `chunk` that backward fetches, in its order."""
+        below = range(chunk - 1, self._last_layers - 1, -1)
+        return [other for other in below if other not in self._kept]
+
+    def _release_after_backward(self, weights: WeightSource, chunk: int) -> None:
+        """Forward has released the kept chunks below the last layer chunk already."""
+        if chunk not in self._kept or chunk == self._head - 1:
+            weights.release(chunk)
 
     def _head_pass(
         self,
@@ -233,7 +282,7 @@ class Pipeline:
     ) -> tuple[list[jax.Array], list[jax.Array], Any]:
         """Losses, gradients by the head's inputs, and sums of (head, embed) gradients."""
         head = weights.take(self._head)[0]
-        self._prefetch(weights, range(self._head - 2, self._last_layers - 1, -1))
+        self._prefetch(weights, self._fetched_below(self._head - 1))
         program = self._programs.head_backward(len(microbatches) > 1, self._lowest < self._head)
         losses, dxs, sums = [], [], None
         with self._tracer.span("compute", "head and loss"):
@@ -249,19 +298,21 @@ class Pipeline:
         chunk: int,
         trees: Any,
         xs: list[jax.Array],
+        residuals: list[Any] | None,
         dxs: list[jax.Array],
         microbatches: Sequence[DeviceBatch],
     ) -> tuple[list[jax.Array], Any]:
-        program = self._programs.backward(
-            self._layer_fns[chunk - 1],
-            len(microbatches) > 1,
-            self._layouts[chunk].trained,
-            chunk > self._lowest,
-        )
+        key = self._backward_key(chunk, len(microbatches))
         out, sums = [], None
         with self._tracer.span("compute", f"backward {self._layouts[chunk].name}"):
             for x, dx, batch in zip(xs, dxs, microbatches, strict=True):
-                below, sums = program(trees, x, dx, self._of_chunk(chunk, batch), sums)
+                own = self._of_chunk(chunk, batch)
+                if residuals is None:
+                    below, sums = self._programs.backward(*key)(trees, x, dx, own, sums)
+                else:
+                    below, sums = self._programs.kept(*key).backward(
+                        trees, x, residuals.pop(0), dx, own, sums
+                    )
                 out.append(below)
         return out, sums
 
@@ -310,7 +361,7 @@ class Pipeline:
             sink(chunk, wires)
         return squares[chunk]
 
-    def _prefetch(self, weights: WeightSource, order: range) -> None:
+    def _prefetch(self, weights: WeightSource, order: Sequence[int]) -> None:
         """Start the next copies, as deep as allowed; stop at the first that would have to wait."""
         for chunk in order[: self._depth]:
             if not weights.prefetch(chunk):

@@ -173,6 +173,7 @@ class Trainer:
             tied=model.tied,
             programs=self._programs,
             prefetch_depth=strategy.prefetch_depth,
+            kept_chunks=strategy.kept_chunks,
             tracer=self._tracer,
         )
 
