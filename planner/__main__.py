@@ -97,6 +97,11 @@ def _parser() -> argparse.ArgumentParser:
     fixed.add_argument("--gradient_route", choices=GRADIENT_ROUTES)
     for name in _COUNTS:
         fixed.add_argument(f"--{name}", type=int)
+    parser.add_argument(
+        "--keep_activations",
+        action="store_true",
+        help="keep results of as many layer chunks as fit instead of recomputing them",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     return parser
 
@@ -128,6 +133,7 @@ def _plan(args: argparse.Namespace) -> Plan:
             gradient_route=args.gradient_route,
             **{name: getattr(args, name) for name in _COUNTS},
         ),
+        keep_activations=args.keep_activations,
     )
 
 

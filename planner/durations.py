@@ -8,7 +8,7 @@ two products per product and five attention products for two (FlashAttention-2, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.chunking import Chunks, ChunkWork, chunk_stages
 from planner.flops import matmul_forward_flops
@@ -47,6 +47,7 @@ class ChunkDurations:
       download_bytes: of that copy, one device.
       update_s: host update.
       update_bytes: traffic of the host update in host memory.
+      stays: whether the weights lie on the device from forward to backward.
     """
 
     forward_s: float
@@ -58,6 +59,7 @@ class ChunkDurations:
     download_bytes: float
     update_s: float
     update_bytes: float
+    stays: bool = False
 
 
 def chunk_durations(
@@ -81,7 +83,12 @@ def chunk_durations(
         workload, strategy.layers_per_chunk, strategy.block_size, strategy.num_host_devices
     )
     costs = _Costs(workload, chunks, batch, strategy, hardware, optimizer_state_bytes)
-    return (costs.embedding(), *(costs.layers(chunk) for chunk in chunks.layers), costs.head())
+    first_kept = len(chunks.layers) - strategy.kept_chunks
+    layers = [
+        costs.layers(chunk, kept=index >= first_kept) for index, chunk in enumerate(chunks.layers)
+    ]
+    layers[-1] = replace(layers[-1], stays=True)
+    return (replace(costs.embedding(), stays=True), *layers, costs.head())
 
 
 class _Costs:
@@ -106,7 +113,7 @@ class _Costs:
         self._matmul_rate = hardware.matmul_flops_per_s(strategy.compute_dtype)
         slower = self._matmul_rate / hardware.bf16_matmul_flops_per_s
         self._attention_rate = hardware.attention_flops_per_s * min(1.0, slower)
-        self._by_kind: dict[int, ChunkDurations] = {}
+        self._by_kind: dict[tuple[int, bool], ChunkDurations] = {}
 
     def embedding(self) -> ChunkDurations:
         """Lookup forward, scatter-add backward."""
@@ -117,25 +124,30 @@ class _Costs:
         num = self._strategy.num_microbatches
         return self._durations(chunk, num * lookup_s, num * scatter_s, 0.0)
 
-    def layers(self, chunk: ChunkWork) -> ChunkDurations:
-        """All layers of a chunk."""
-        if chunk.kind not in self._by_kind:
-            self._by_kind[chunk.kind] = self._layers(chunk)
-        return self._by_kind[chunk.kind]
+    def layers(self, chunk: ChunkWork, *, kept: bool) -> ChunkDurations:
+        """All layers of a chunk; one that is kept recomputes only its element-wise programs."""
+        key = chunk.kind, kept
+        if key not in self._by_kind:
+            self._by_kind[key] = self._layers(chunk, kept=kept)
+        return self._by_kind[key]
 
-    def _layers(self, chunk: ChunkWork) -> ChunkDurations:
+    def _layers(self, chunk: ChunkWork, *, kept: bool) -> ChunkDurations:
         forward_s = backward_s = forward_flops = backward_flops = 0.0
         for stage in chunk.stages:
             stage_forward_s, stage_backward_s, flops, stage_backward_flops = self._layer(stage)
+            again_s = self._elementwise_s(stage.elementwise_elements * self._tokens)
             forward_s += stage_forward_s
-            backward_s += stage_forward_s + stage_backward_s
+            backward_s += (again_s if kept else stage_forward_s) + stage_backward_s
             forward_flops += flops
-            backward_flops += flops + stage_backward_flops
-        spared = matmul_forward_flops(self._tokens, chunk.stages[-1].last_matmul_parameters)
+            backward_flops += (0.0 if kept else flops) + stage_backward_flops
+        spared = 0.0
+        if not kept:
+            spared = matmul_forward_flops(self._tokens, chunk.stages[-1].last_matmul_parameters)
         backward_s += self._accumulate_s(chunk) - spared / self._matmul_rate
         num = self._strategy.num_microbatches
         flops = num * (forward_flops + backward_flops - spared)
-        return self._durations(chunk, num * forward_s, num * backward_s, flops)
+        times = num * forward_s, num * backward_s
+        return self._durations(chunk, *times, flops, stays=kept)
 
     def head(self) -> ChunkDurations:
         """Final norm, logits and loss, forward and backward in one: three products (no recompute).
@@ -186,7 +198,13 @@ class _Costs:
         return self._memory_s(float(SUM_BYTES * chunk.num_parameters))
 
     def _durations(
-        self, chunk: ChunkWork, forward_s: float, backward_s: float, flops: float
+        self,
+        chunk: ChunkWork,
+        forward_s: float,
+        backward_s: float,
+        flops: float,
+        *,
+        stays: bool = False,
     ) -> ChunkDurations:
         """Adds what depends on the chunk's size only: unpacking, collectives, copies, update."""
         strategy, hardware, num_devices = self._strategy, self._hardware, self._hardware.num_devices
@@ -206,7 +224,7 @@ class _Costs:
         else:
             summands = num_devices
         is_head = chunk is self._chunks.head
-        reuses_weights = is_head or chunk is self._chunks.embed
+        reuses_weights = is_head or stays or chunk is self._chunks.embed
         state_bytes = MASTER_BYTES + self._optimizer_state_bytes
         adamw_bytes = 2.0 * (MASTER_BYTES + ADAMW_STATE_BYTES) + 2.0
         update_bytes = size * (2.0 * state_bytes + summands * strategy.gradient_bytes)
@@ -221,4 +239,5 @@ class _Costs:
             # Bound by memory traffic: other optimizers and more summands scale with their bytes.
             update_s=update_bytes / (adamw_bytes * hardware.host_update_params_per_s),
             update_bytes=update_bytes,
+            stays=stays,
         )

@@ -116,6 +116,7 @@ def device_phases(
     tied_gradient = embedding_sum if tied else {}
     layer_wire = sizes.wire(sizes.largest_layer)
     leaving = max(layer_wire, 0.0 if tied else sizes.wire(chunks.head))
+    kept = {"kept_chunks": sizes.kept} if strategy.kept_chunks else {}
     return {
         "embedding": {
             "layer_weights": sizes.prefetched,
@@ -128,6 +129,7 @@ def device_phases(
             **embedding_kept,
             "boundary_activations": (inputs + 1) * sizes.boundary,
             "layer_workspace": sizes.per_microbatch("forward_workspace_elements"),
+            **kept,
             **batch_arrays,
         },
         "loss": {
@@ -137,6 +139,7 @@ def device_phases(
             "boundary_activations": (inputs + 2) * sizes.boundary,
             "logits": sizes.logits,
             "head_gradient": sizes.head_gradient,
+            **kept,
             **batch_arrays,
         },
         "backward": {
@@ -146,6 +149,7 @@ def device_phases(
             "layer_workspace": sizes.per_microbatch("backward_workspace_elements"),
             "layer_gradients": sizes.gradient(sizes.largest_layer) + leaving,
             **tied_gradient,
+            **kept,
             **batch_arrays,
         },
         "pack": {
@@ -153,6 +157,7 @@ def device_phases(
             "boundary_activations": (inputs + 1) * sizes.boundary,
             "layer_gradients": sizes.packing(sizes.largest_layer) + layer_wire + leaving,
             **tied_gradient,
+            **kept,
             **batch_arrays,
         },
         "embedding_backward": {
@@ -249,6 +254,16 @@ class _Sizes:
             sum(stage.residual_elements for stage in chunk.stages) for chunk in self._chunks.layers
         )
         return float(self._tokens * self._strategy.compute_bytes * largest)
+
+    @property
+    def kept(self) -> float:
+        """Weights and results of the kept chunks, all microbatches; those of the last one too."""
+        tokens = self._tokens * self._strategy.num_microbatches
+        total = 0.0
+        for chunk in self._chunks.layers[::-1][: self._strategy.kept_chunks]:
+            elements = sum(stage.kept_elements or stage.residual_elements for stage in chunk.stages)
+            total += self.weights(chunk) + float(tokens * self._strategy.compute_bytes * elements)
+        return total
 
     @property
     def logits(self) -> float:

@@ -7,7 +7,7 @@ the result is the best of all candidates, and a larger budget can only add candi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.candidates import Choices, candidates
 from planner.durations import chunk_durations
@@ -21,6 +21,9 @@ from planner.workload import BatchShape, Workload
 
 NUM_RUNNERS_UP = 3
 NUM_REJECTED = 4
+
+KEPT_SHARE = 0.9
+"""Share of the device budget up to which chunks are kept: nothing is lost where a plan is off."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +105,20 @@ class _Job:
     def limits(self, memory: MemoryUse) -> tuple[Limit, ...]:
         return exceeded_limits(memory, self.device_budget_bytes, self.host_budget_bytes)
 
+    def keeping_most(self, strategy: Strategy, memory: MemoryUse) -> tuple[Strategy, MemoryUse]:
+        """The strategy that recomputes the fewest chunks, and its memory, within the budgets."""
+        kept, most = 0, -(-len(self.workload.layers) // strategy.layers_per_chunk)
+        while kept < most:
+            middle = (kept + most + 1) // 2
+            tried = replace(strategy, kept_chunks=middle)
+            use = self.memory(tried)
+            roomy = use.device_bytes <= KEPT_SHARE * self.device_budget_bytes
+            if roomy and not self.limits(use):
+                kept, strategy, memory = middle, tried, use
+            else:
+                most = middle - 1
+        return strategy, memory
+
     def lower_bound_s(self, strategy: Strategy) -> float:
         durations = chunk_durations(
             self.workload,
@@ -133,6 +150,7 @@ def plan(
     device_budget_bytes: float | None = None,
     host_budget_bytes: float | None = None,
     choices: Choices | None = None,
+    keep_activations: bool = False,
 ) -> Plan:
     """Pick the strategy with the shortest predicted step within the budgets.
 
@@ -146,6 +164,8 @@ def plan(
       device_budget_bytes: memory of each device that may be used; all of it by default.
       host_budget_bytes: host memory that may be used; all of it by default.
       choices: what the user has decided already.
+      keep_activations: instead of recomputing, keep weights and intermediate results of as many
+        layer chunks as fit.
 
     Raises:
       PlanError: the request is contradictory, or nothing fits. All limits are listed.
@@ -174,6 +194,8 @@ def plan(
         for strategy in family:
             memory = job.memory(strategy)
             if not job.limits(memory):
+                if keep_activations:
+                    strategy, memory = job.keeping_most(strategy, memory)
                 fitting.append((job.lower_bound_s(strategy), strategy, memory))
                 break
             misfits.append((strategy, memory))

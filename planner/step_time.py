@@ -165,7 +165,7 @@ def _copies(
     durations: Sequence[ChunkDurations],
 ) -> tuple[list[ChunkDurations], list[ChunkDurations]]:
     """Chunks in order of their uploads (forward, then backward) and of their downloads."""
-    again = list(durations[-3:0:-1])  # layer chunks from the last but one down
+    again = [chunk for chunk in reversed(durations[:-1]) if not chunk.stays]
     return [*durations, *again], list(reversed(durations))
 
 
@@ -217,7 +217,7 @@ class _Schedule:
         for chunk in range(head):
             self._use(self._chunks[chunk].forward_s, self._upload(chunk, commits))
         for chunk in range(head, -1, -1):
-            stays = chunk == 0 or chunk == head - 1
+            stays = self._chunks[chunk].stays
             version = commits if chunk == head else {}
             upload = () if stays else self._upload(chunk, version)
             use = self._use(self._chunks[chunk].backward_s, (*upload, *self._gradient_room()))

@@ -65,6 +65,8 @@ class StageWork:
       attention_head_dim: H.
       window: sliding window in tokens, None for full attention.
       residual_elements: what the backward pass keeps of the recomputed forward pass.
+      kept_elements: what a chunk that is not recomputed keeps from forward to backward; 0: as much
+        as `residual_elements`.
       forward_workspace_elements: most that is live at once inside the forward pass.
       backward_workspace_elements: most that is live at once inside the backward pass, beside the
         residuals.
@@ -80,6 +82,7 @@ class StageWork:
     attention_head_dim: int = 0
     window: int | None = None
     residual_elements: int = 0
+    kept_elements: int = 0
     forward_workspace_elements: int = 0
     backward_workspace_elements: int = 0
     elementwise_elements: int = 0
@@ -154,7 +157,9 @@ class Workload:
 
         What a layer's backward pass keeps, per token: the two norms' inputs and outputs (4 D),
         q, k, v before and after norm and RoPE, the attention output (N H), gate, up and their
-        product (3 F). XLA fuses everything else into its consumers.
+        product (3 F). XLA fuses everything else into its consumers. A chunk that is not recomputed
+        keeps the products' results but for the last (q, k, v, the output projection, gate, up),
+        the attention output and its fp32 statistics (two elements per head).
         """
         hidden, ffn = config.hidden_size, config.intermediate_size
         queries = config.num_attention_heads * config.head_dim
@@ -172,6 +177,11 @@ class Workload:
                 attention_head_dim=config.head_dim,
                 window=window,
                 residual_elements=4 * hidden + before_norm + 2 * queries + 2 * keys + 3 * ffn,
+                kept_elements=2 * queries
+                + 2 * keys
+                + hidden
+                + 2 * ffn
+                + 2 * config.num_attention_heads,
                 forward_workspace_elements=2 * hidden + max(3 * ffn, 2 * queries + 2 * keys),
                 backward_workspace_elements=2 * hidden + max(2 * ffn, 2 * queries + 2 * keys),
                 elementwise_elements=10 * hidden + 3 * ffn + 2 * before_norm,

@@ -40,6 +40,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--block-size", type=int, default=Strategy.block_size)
     parser.add_argument("--layers-per-chunk", type=int, default=1)
     parser.add_argument("--prefetch-depth", type=int, default=1)
+    parser.add_argument("--kept-chunks", type=int, default=0, help="top chunks not recomputed")
     parser.add_argument("--loss-chunk-tokens", type=int, default=4096)
     parser.add_argument("--num-devices", type=int)
     parser.add_argument("--num-host-devices", type=int)
@@ -102,6 +103,7 @@ def run_policy(args: argparse.Namespace, setup: Any, policy: str) -> Iterator[di
         gradient_route=args.gradient_route,
         update_policy="eager" if policy == "eager" else "deferred",
         prefetch_depth=args.prefetch_depth,
+        kept_chunks=args.kept_chunks,
         weight_slots=args.prefetch_depth + 2,
         loss_chunk_tokens=args.loss_chunk_tokens,
         compute_dtype=args.dtype,

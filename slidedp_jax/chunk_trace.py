@@ -46,7 +46,7 @@ def merge(chosen: Any, frozen: Any) -> Any:
 
 
 def apply_layers(layer_fns: LayerFns, trees: Any, x: jax.Array, batch: Any) -> jax.Array:
-    """x after the layers; a batch with `layer_index` carries that of the first."""
+    """X after the layers; a batch with `layer_index` carries that of the first."""
     for index, (layer_fn, params) in enumerate(zip(layer_fns, trees, strict=True)):
         own = batch
         if "layer_index" in batch:

@@ -78,9 +78,7 @@ class KeptPrograms:
         given = jax.tree.leaves((trees, x, batch))
         places = [_place(leaf, given) for leaf in leaves]
         self._pullbacks[_signature(trees, x, batch)] = structure, places
-        return y, [
-            leaf[None] for leaf, place in zip(leaves, places, strict=True) if place is None
-        ]
+        return y, [leaf[None] for leaf, place in zip(leaves, places, strict=True) if place is None]
 
     def _backward(
         self, trees: Any, x: jax.Array, kept: Any, dy: jax.Array, batch: Any, sums: Any

@@ -68,6 +68,7 @@ def plan_for(
     host_memory_budget_gib: float | None = None,
     update_policy: UpdatePolicy | None = None,
     choices: Choices | None = None,
+    keep_activations: bool = False,
     hardware: HardwareProfile | None = None,
 ) -> Plan:
     """The fastest strategy for this process's devices that fits the budgets.
@@ -85,6 +86,8 @@ def plan_for(
       host_memory_budget_gib: host memory to use; None: what is available.
       update_policy: None: deferred with clipping, eager without.
       choices: what has been decided already; the search leaves it alone.
+      keep_activations: instead of recomputing, keep weights and intermediate results of as many
+        layer chunks as fit.
       hardware: another machine; None means this one.
 
     Raises:
@@ -111,6 +114,7 @@ def plan_for(
             device_budget_bytes=_bytes(device_memory_budget_gib),
             host_budget_bytes=_bytes(host_memory_budget_gib),
             choices=choices,
+            keep_activations=keep_activations,
         )
     except PlanError as error:
         raise UserError(str(error)) from error

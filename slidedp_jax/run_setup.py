@@ -161,6 +161,7 @@ def make_plan(args: TrainArguments, inputs: RunInputs, num_devices: int) -> Plan
         # Eager updates have begun when a step turns out to be bad.
         update_policy="deferred" if args.on_nonfinite == "skip" or args.max_loss else None,
         choices=choices,
+        keep_activations=args.keep_activations,
         hardware=hardware,
     )
 

@@ -197,3 +197,28 @@ def test_a_profile_without_clipping_is_faster_where_the_update_is_slow():
     deferred = plan(QWEN3_4B, BATCH, hardware, update_policy="deferred").chosen.time
     assert eager.step_s < deferred.step_s
     assert deferred.exposed_s["host_update"] > eager.exposed_s["host_update"]
+
+
+def test_keeping_activations_fills_the_budget_and_saves_the_recomputation():
+    hardware = named_hardware("h200")
+    batch = BatchShape(num_rows=8, seq_length=4096)
+    recomputing = plan(QWEN3_4B, batch, hardware).chosen
+    last = 0
+    for gib in (24, 48, 96, 141):
+        budget = min(gib * GIB, hardware.device_memory_bytes)
+        chosen = plan(
+            QWEN3_4B, batch, hardware, device_budget_bytes=budget, keep_activations=True
+        ).chosen
+        kept = chosen.strategy.kept_chunks * chosen.strategy.layers_per_chunk
+        assert kept >= last
+        assert chosen.memory.device_bytes <= budget
+        if kept:
+            assert chosen.memory.device_bytes <= 0.9 * budget
+            assert chosen.time.busy_s["compute"] < recomputing.time.busy_s["compute"]
+            assert chosen.time.busy_s["h2d"] < recomputing.time.busy_s["h2d"]
+            assert chosen.time.step_s <= recomputing.time.step_s
+        last = kept
+    assert last == len(QWEN3_4B.layers)
+    # Forward's products are a quarter of the products with recomputation.
+    saved = 1 - chosen.time.executed_flops / recomputing.time.executed_flops
+    assert 0.18 < saved < 0.25

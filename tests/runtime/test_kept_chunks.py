@@ -40,19 +40,17 @@ def run(*, tied=False, num_devices=1, frozen=(), policy="deferred", **changes):
 @pytest.mark.parametrize(
     "case",
     [
-        {},
         {"tied": True, "num_devices": 3, "num_host_devices": 6, "rows_per_microbatch": 1},
-        {"rows_per_microbatch": 4, "layers_per_chunk": 3},
-        {"rows_per_microbatch": 8, "policy": "eager", "prefetch_depth": 2},
+        {"layers_per_chunk": 3, "policy": "eager", "prefetch_depth": 2},
         {"frozen": ("model.embed_tokens.*", "model.layers.[01].*"), "num_devices": 2},
         {"frozen": ("*_proj.weight",)},
     ],
-    ids=lambda case: "_".join(map(str, case)) or "plain",
+    ids=lambda case: "_".join(map(str, case)),
 )
 def test_keeping_results_trains_the_same(case):
     """Only the order in which XLA fuses element-wise programs may differ: a few last bits."""
     recomputed = run(**case)
-    for kept_chunks in (LAYERS + 3,) if case else (1, LAYERS):
+    for kept_chunks in (1, LAYERS) if "tied" in case else (LAYERS + 3,):
         kept = run(kept_chunks=kept_chunks, **case)
         np.testing.assert_allclose(kept.losses, recomputed.losses, rtol=1e-6)
         np.testing.assert_allclose(kept.norms, recomputed.norms, rtol=1e-5)
