@@ -3,8 +3,13 @@
 Without JAX's persistent compilation cache: reading CPU programs back from it has crashed a process.
 """
 
+import os
+
 import slidedp_jax
 
+# The programs are tiny and run once or twice, so compiling them is most of the work. Processes that
+# tests start inherit this.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
 slidedp_jax.configure(platform="cpu", num_devices=8, num_host_devices=8)
 
 import jax  # noqa: E402 - JAX is configured first
