@@ -150,12 +150,12 @@ class HostOptimizer:
 
     def _run(self) -> None:
         while True:
-            with self._condition:
-                self._condition.wait_for(lambda: self._jobs or self._running or self._closed)
-                if not self._jobs and not self._running:
-                    return
-                job = self._next_job()
             try:
+                with self._condition:
+                    self._condition.wait_for(lambda: self._jobs or self._running or self._closed)
+                    if not self._jobs and not self._running:
+                        return
+                    job = self._next_job()
                 if job is None:
                     self._finish()
                 elif 0 <= job[1] < len(self._fences):

@@ -1,22 +1,34 @@
-"""Every test process: CPU only, eight compute devices beside eight that hold the state.
+"""Every test process: CPU only, eight compute devices beside eight that hold the state."""
 
-Without JAX's persistent compilation cache: reading CPU programs back from it has crashed a process.
-"""
-
+import importlib.metadata
 import os
 
 import slidedp_jax
 
 # The programs are tiny and run once or twice, so compiling them is most of the work. Processes that
 # tests start inherit this.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+flags = [os.environ.get("XLA_FLAGS", ""), "--xla_backend_optimization_level=0"]
+if importlib.metadata.version("jax").startswith("0.10."):  # later versions do not know it
+    flags.append("--xla_cpu_use_fusion_emitters=false")
+os.environ["XLA_FLAGS"] = " ".join(flags)
 slidedp_jax.configure(platform="cpu", num_devices=8, num_host_devices=8)
 
-import jax  # noqa: E402 - JAX is configured first
+import gc  # noqa: E402 - JAX is configured first
+import pathlib  # noqa: E402
+
+import jax  # noqa: E402
 import numpy as np  # noqa: E402
+import pytest  # noqa: E402
 from jax._src import cache_key, compiler  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+MOST_MAPPINGS = 20_000
+"""Every compiled program maps some memory; a process that reaches the kernel's limit of 65,530
+mappings crashes while it compiles."""
+
+compiled = {}
 
 
 def share_compiled_programs() -> None:
@@ -26,7 +38,6 @@ def share_compiled_programs() -> None:
     programs are equal: compiling them anew takes five sixths of the time.
     """
     compile_and_load = compiler.backend_compile_and_load
-    compiled = {}
 
     def compile_once(backend, module, devices, options, host_callbacks):
         devices_key = tuple(device.id for device in devices)
@@ -41,3 +52,13 @@ def share_compiled_programs() -> None:
 
 
 share_compiled_programs()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def drop_compiled_programs_in_time():
+    """Let go of programs that other files compiled before there are too many."""
+    maps = pathlib.Path("/proc/self/maps")
+    if maps.exists() and len(maps.read_bytes().splitlines()) > MOST_MAPPINGS:
+        compiled.clear()
+        jax.clear_caches()
+        gc.collect()
