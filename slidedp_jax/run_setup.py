@@ -155,7 +155,7 @@ def make_plan(args: TrainArguments, inputs: RunInputs, num_devices: int) -> Plan
         documents_per_row=inputs.source.documents_per_row if args.packing else None,
         max_grad_norm=args.clip,
         compute_dtype=args.dtype,
-        optimizer_state_bytes=ADAMW_STATE_BYTES + (0 if args.ema_decay is None else 4),
+        optimizer_state_bytes=_state_bytes_per_parameter(args, inputs.config),
         device_memory_budget_gib=args.device_memory_budget,
         host_memory_budget_gib=args.host_memory_budget,
         # Eager updates have begun when a step turns out to be bad.
@@ -164,6 +164,14 @@ def make_plan(args: TrainArguments, inputs: RunInputs, num_devices: int) -> Plan
         keep_activations=args.keep_activations,
         hardware=hardware,
     )
+
+
+def _state_bytes_per_parameter(args: TrainArguments, config: ModelConfig) -> float:
+    """Optimizer state in bytes, an average of the weights included, spread over all parameters."""
+    sizes = {name: math.prod(shape) for name, shape in config.parameter_shapes().items()}
+    frozen = sum(sizes[name] for name in frozen_names(sizes, args.freeze))
+    trained = 1 - frozen / sum(sizes.values())
+    return trained * (ADAMW_STATE_BYTES + (0 if args.ema_decay is None else 4))
 
 
 def epochs_note(inputs: RunInputs, args: TrainArguments) -> str:

@@ -30,6 +30,9 @@ def test_frozen_weights_are_saved_resumed_and_exported(inputs, tmp_path):
     record = json.loads((straight / "checkpoints/step_00000004/trainer.json").read_text())
     kinds = record["optimizer_state"]
     assert all((kinds[name] == []) == is_frozen(name) for name in before)
+    planned = json.loads((straight / "run.json").read_text())["plan"]["chosen"]["memory"]["host"]
+    trained = sum(values.size for name, values in before.items() if not is_frozen(name))
+    assert 1 <= planned["optimizer_state"] / (8 * trained) < 1.1
     inputs.train(out, **SETTINGS | {"max_steps": 2})
     (out / "run.json").write_text((straight / "run.json").read_text())
     inputs.train(out, **SETTINGS, export=True, export_dtype="float32")
@@ -63,7 +66,8 @@ def test_the_moving_average_is_planned_saved_and_exported(inputs, tmp_path, caps
         assert np.array_equal(values, weights[name]) == is_frozen(name), name
     plan = json.loads((out / "run.json").read_text())["plan"]["chosen"]
     host = plan["memory"]["host"]
-    assert host["optimizer_state"] == 3 * host["master_weights"]
+    trained = sum(values.size for name, values in weights.items() if not is_frozen(name))
+    assert 1 <= host["optimizer_state"] / (12 * trained) < 1.1
     again = tmp_path / "again"
     command = [sys.executable, "-m", "slidedp_jax.export", str(out), str(again)]
     subprocess.run([*command, "--ema", "--dtype", "float32"], cwd=ROOT, check=True)
