@@ -11,12 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from slidedp_jax.errors import UserError
 
 IGNORED = -100
+
+_INTEGERS = ("input_ids", "labels", "segment_ids", "positions")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +61,11 @@ def prepare(
     that are handed on as they are.
 
     Raises:
-      UserError: missing arrays, shapes that disagree, ids beyond the vocabulary, no supervision.
+      UserError: missing or unknown arrays, shapes that disagree, ids that are no integers or beyond
+        the vocabulary, no supervision.
     """
     token_arrays = token_arrays or {}
+    batch = _as_arrays(batch, token_arrays)
     input_ids, labels = _checked(batch, vocab_size, token_arrays)
     segment_ids = batch.get("segment_ids")
     targets = shift_labels(labels, segment_ids)
@@ -140,6 +145,31 @@ def document_offsets(
         lengths[row, : len(first)] = last - first
     assert int(lengths.sum()) <= num_rows * length
     return starts, lengths
+
+
+def _as_arrays(batch: Mapping[str, Any], token_arrays: Mapping[str, str]) -> dict[str, np.ndarray]:
+    """The batch's entries, lists included, as arrays; integers where they count something."""
+    unknown = sorted(batch.keys() - {*_INTEGERS, "row_ids", *token_arrays})
+    if unknown:
+        raise UserError(
+            f"the batch has {unknown}, which nothing reads; allowed: {[*_INTEGERS, 'row_ids']}"
+            f"{f' and {list(token_arrays)}' if token_arrays else ''}. What an attention_mask says "
+            "belongs into segment_ids: 0 for padding, 1, 2, ... for documents"
+        )
+    arrays = {}
+    for name, values in batch.items():
+        if values is None:
+            continue
+        try:
+            arrays[name] = np.asarray(values)
+        except ValueError as error:
+            raise UserError(
+                f"the rows of {name} have different lengths; pad them (segment_ids 0, labels "
+                f"{IGNORED}) or pack them"
+            ) from error
+        if name in _INTEGERS and not np.issubdtype(arrays[name].dtype, np.integer):
+            raise UserError(f"{name} is of dtype {arrays[name].dtype}; it must hold integers")
+    return arrays
 
 
 def _checked(

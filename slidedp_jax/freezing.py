@@ -16,7 +16,7 @@ def frozen_names(names: Collection[str], patterns: Sequence[str]) -> set[str]:
       UserError: a pattern fits no name, or all names are frozen.
     """
     found: set[str] = set()
-    for pattern in patterns:
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
         fitting = fnmatch.filter(names, pattern)
         if not fitting:
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0)

@@ -23,6 +23,7 @@ _MAY_CHANGE = frozenset(
         "platform",
         "num_host_devices",
         "device_memory_budget",
+        "keep_activations",
         "host_memory_budget",
         "layers_per_chunk",
         "rows_per_microbatch",

@@ -174,6 +174,17 @@ def _state_bytes_per_parameter(args: TrainArguments, config: ModelConfig) -> flo
     return trained * (ADAMW_STATE_BYTES + (0 if args.ema_decay is None else 4))
 
 
+def frozen_note(args: TrainArguments, config: ModelConfig) -> str:
+    """One line on what stays as it is."""
+    sizes = {name: math.prod(shape) for name, shape in config.parameter_shapes().items()}
+    frozen = frozen_names(sizes, args.freeze)
+    trained = sum(size for name, size in sizes.items() if name not in frozen)
+    return (
+        f"{len(frozen)} of {len(sizes)} parameter arrays are frozen; {trained:,} of "
+        f"{sum(sizes.values()):,} parameters are trained"
+    )
+
+
 def epochs_note(inputs: RunInputs, args: TrainArguments) -> str:
     """One line on steps and epochs."""
     steps = inputs.source.steps_per_epoch

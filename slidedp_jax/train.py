@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def train(args: TrainArguments) -> int:
     """Run a training job; returns the exit code."""
     from slidedp_jax.run_folder import open_run_folder
-    from slidedp_jax.run_setup import epochs_note, load_inputs, make_plan
+    from slidedp_jax.run_setup import epochs_note, frozen_note, load_inputs, make_plan
 
     setup = _configure(args)
     num_devices = args.num_devices or (1 if args.hardware is not None else len(setup.devices()[0]))
@@ -58,6 +58,8 @@ def train(args: TrainArguments) -> int:
     print(inputs.report)
     print(epochs_note(inputs, args))
     plan = make_plan(args, inputs, num_devices)
+    if args.freeze:
+        print(frozen_note(args, inputs.config))
     print(plan_as_text(plan), flush=True)
     if args.dry_run:
         return 0

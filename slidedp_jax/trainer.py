@@ -93,6 +93,7 @@ class Trainer:
         self.strategy = strategy
         self.model = model
         self.step_count = 0
+        self._closed = False
         self._documents_per_row = documents_per_row
         self._seed = seed
         self._tracer = tracer or Tracer()
@@ -186,6 +187,8 @@ class Trainer:
           UserError: the batch does not fit the model.
           TrainingStopped: an update failed or a gradient was not finite.
         """
+        if self._closed:
+            raise UserError("the trainer is closed; its host state is gone")
         prepared = self.prepare(batch, training=True)
         step = self.step_count + 1
         self.weights.require(self.step_count)
@@ -309,6 +312,7 @@ class Trainer:
 
     def close(self) -> None:
         """Finish pending updates, end the update thread and free the host state."""
+        self._closed = True
         self._updates.close()
         self.store.close()
 

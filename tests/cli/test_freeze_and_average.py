@@ -18,9 +18,10 @@ def is_frozen(name):
     return name.startswith(("model.embed_tokens.", "model.layers.0.", "model.layers.1."))
 
 
-def test_frozen_weights_are_saved_resumed_and_exported(inputs, tmp_path):
+def test_frozen_weights_are_saved_resumed_and_exported(inputs, tmp_path, capsys):
     straight, out = tmp_path / "straight", tmp_path / "run"
     inputs.train(straight, **SETTINGS, export=True, export_dtype="float32")
+    assert "parameter arrays are frozen" in capsys.readouterr().out
     before = load_file(inputs.model / "model.safetensors")
     after = load_file(straight / "export" / "model.safetensors")
     assert before.keys() == after.keys()

@@ -296,3 +296,34 @@ def test_evaluation_does_not_depend_on_devices_or_batch_size(num_devices, rows_p
             figures.append(it.evaluate({"input_ids": ids, "labels": labels}))
     assert figures[0][1] == figures[1][1] == int((labels[:, 1:] != -100).sum())
     np.testing.assert_allclose(figures[0][0], figures[1][0], rtol=1e-6)
+
+
+IDS = [[1, 2, 3], [4, 5, 6]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_mask": [[1, 1, 0]] * 2}, "attention_mask.*segment_ids"),
+        ({"positons": IDS}, "positons.*positions"),
+        ({"input_ids": [[1.0, 2.5, 3.0]] * 2}, "input_ids is of dtype float64"),
+        ({"segment_ids": [[True, True, False]] * 2}, "segment_ids is of dtype bool"),
+        ({"input_ids": [[1, 2, 3], [4, 5]]}, "rows of input_ids have different lengths"),
+    ],
+    ids=["attention_mask", "misspelt", "fractions", "booleans", "ragged"],
+)
+def test_what_nothing_reads_or_no_id_can_be_is_refused(changes, message):
+    batch = {"input_ids": IDS, "labels": IDS} | changes
+    with pytest.raises(UserError, match=message):
+        prepare(batch, vocab_size=10, num_devices=1, rows_per_microbatch=2)
+
+
+def test_plain_lists_are_as_good_as_arrays():
+    lists = {"input_ids": IDS, "labels": IDS, "segment_ids": [[1, 1, 0], [1, 2, 2]]}
+    arrays = {name: np.asarray(values) for name, values in lists.items()}
+    one, other = (
+        prepare(batch, vocab_size=10, num_devices=1, rows_per_microbatch=2)
+        for batch in (lists, arrays)
+    )
+    for name, values in one.microbatches[0].items():
+        np.testing.assert_array_equal(values, other.microbatches[0][name])
