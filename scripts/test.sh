@@ -43,4 +43,4 @@ fi
 
 # A worker compiles on one core most of the time. A file stays on one worker, whose programs it shares.
 workers=$(.venv/bin/python -c 'import os; print(min(4, len(os.sched_getaffinity(0))))')
-.venv/bin/python -m pytest -q -rs -n "$workers" --dist loadfile "$@"
+.venv/bin/python -m pytest -q -rs -n "$workers" --dist loadfile --no-loadscope-reorder "$@"

@@ -62,3 +62,31 @@ def drop_compiled_programs_in_time():
         compiled.clear()
         jax.clear_caches()
         gc.collect()
+
+
+LONGEST_FILES = (
+    "test_against_plain_optax.py",
+    "test_update_policies.py",
+    "test_fences.py",
+    "test_generate.py",
+    "test_resume.py",
+    "test_optimizers.py",
+    "test_freezing.py",
+    "test_faults.py",
+    "test_residency.py",
+    "test_long_update.py",
+    "test_schedule.py",
+    "test_kept_chunks.py",
+    "test_page.py",
+)
+"""They begin first, so that no worker is left alone with one of them at the end."""
+
+
+def pytest_collection_modifyitems(items):
+    """Put the longest files first; the others keep their order."""
+
+    def place(item):
+        name = item.path.name
+        return LONGEST_FILES.index(name) if name in LONGEST_FILES else len(LONGEST_FILES)
+
+    items.sort(key=place)
