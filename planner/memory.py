@@ -84,8 +84,9 @@ def memory_use(
         workload, strategy.layers_per_chunk, strategy.block_size, strategy.num_host_devices
     )
     phases = device_phases(workload, chunks, batch, strategy, hardware.num_devices)
-    if not hardware.unified_memory:
-        phases["backward"]["packed_attention"] = packed_attention_bytes(workload, batch, strategy)
+    packed = packed_attention_bytes(workload, batch, strategy)
+    if packed and not hardware.unified_memory:  # the CPU backend does not use cuDNN
+        phases["backward"]["packed_attention"] = packed
     phase = max(phases, key=lambda name: sum(phases[name].values()))
     device = dict(phases[phase])
     device["allocator_fragmentation"] = FRAGMENTATION * sum(device.values())
@@ -109,39 +110,49 @@ def device_phases(
     - `embedding_backward`: the embedding's gradient (always fp32), the other gradients leaving.
     """
     sizes = _Sizes(workload, chunks, batch, strategy, num_devices)
-    tied, inputs = workload.tied, len(chunks.layers)
-    batch_arrays = {"batch_arrays": sizes.batch_arrays}
-    embedding_kept = {"embedding_weights": sizes.weights(chunks.embed)} if tied else {}
-    embedding_sum = {"embedding_gradient_sum": 4.0 * chunks.embed.num_parameters}
-    tied_gradient = embedding_sum if tied else {}
-    layer_wire = sizes.wire(sizes.largest_layer)
-    leaving = max(layer_wire, 0.0 if tied else sizes.wire(chunks.head))
-    kept = {"kept_chunks": sizes.kept} if strategy.kept_chunks else {}
+    return {**_forward_phases(sizes), **_backward_phases(sizes)}
+
+
+def _forward_phases(sizes: _Sizes) -> dict[str, dict[str, float]]:
+    """Up to and including the loss."""
+    chunks, inputs = sizes.chunks, len(sizes.chunks.layers)
+    embedding = {"embedding_weights": sizes.weights(chunks.embed)} if sizes.tied else {}
     return {
         "embedding": {
             "layer_weights": sizes.prefetched,
             "embedding_weights": 2.0 * sizes.weights(chunks.embed),
             "boundary_activations": sizes.boundary,
-            **batch_arrays,
+            "batch_arrays": sizes.batch_arrays,
         },
         "forward": {
             "layer_weights": sizes.window,
-            **embedding_kept,
+            **embedding,
             "boundary_activations": (inputs + 1) * sizes.boundary,
             "layer_workspace": sizes.per_microbatch("forward_workspace_elements"),
-            **kept,
-            **batch_arrays,
+            **sizes.kept,
+            "batch_arrays": sizes.batch_arrays,
         },
         "loss": {
             "layer_weights": sizes.window,
-            **embedding_kept,
+            **embedding,
             "head_weights": 2.0 * sizes.weights(chunks.head),
             "boundary_activations": (inputs + 2) * sizes.boundary,
             "logits": sizes.logits,
             "head_gradient": sizes.head_gradient,
-            **kept,
-            **batch_arrays,
+            **sizes.kept,
+            "batch_arrays": sizes.batch_arrays,
         },
+    }
+
+
+def _backward_phases(sizes: _Sizes) -> dict[str, dict[str, float]]:
+    """After the loss."""
+    chunks, inputs = sizes.chunks, len(sizes.chunks.layers)
+    embedding_sum = {"embedding_gradient_sum": 4.0 * chunks.embed.num_parameters}
+    tied_gradient = embedding_sum if sizes.tied else {}
+    layer_wire = sizes.wire(sizes.largest_layer)
+    leaving = max(layer_wire, 0.0 if sizes.tied else sizes.wire(chunks.head))
+    return {
         "backward": {
             "layer_weights": sizes.window,
             "boundary_activations": (inputs + 1) * sizes.boundary + sizes.boundary_microbatch,
@@ -149,16 +160,16 @@ def device_phases(
             "layer_workspace": sizes.per_microbatch("backward_workspace_elements"),
             "layer_gradients": sizes.gradient(sizes.largest_layer) + leaving,
             **tied_gradient,
-            **kept,
-            **batch_arrays,
+            **sizes.kept,
+            "batch_arrays": sizes.batch_arrays,
         },
         "pack": {
             "layer_weights": sizes.window,
             "boundary_activations": (inputs + 1) * sizes.boundary,
             "layer_gradients": sizes.packing(sizes.largest_layer) + layer_wire + leaving,
             **tied_gradient,
-            **kept,
-            **batch_arrays,
+            **sizes.kept,
+            "batch_arrays": sizes.batch_arrays,
         },
         "embedding_backward": {
             "layer_weights": sizes.prefetched,
@@ -166,7 +177,7 @@ def device_phases(
             "layer_gradients": layer_wire,
             **embedding_sum,
             "embedding_gradient": 4.0 * chunks.embed.padded_parameters + sizes.wire(chunks.embed),
-            **batch_arrays,
+            "batch_arrays": sizes.batch_arrays,
         },
     }
 
@@ -201,7 +212,8 @@ class _Sizes:
         self._gathers = strategy.weight_route == "shard_all_gather"
         self._scatters = strategy.gradient_route == "reduce_scatter"
         self._num_devices = num_devices
-        self._chunks = chunks
+        self.chunks = chunks
+        self.tied = workload.tied
         self._workload = workload
         self._tokens = strategy.rows_per_microbatch * batch.seq_length
         self.largest_layer = max(chunks.layers, key=lambda chunk: chunk.padded_parameters)
@@ -243,7 +255,7 @@ class _Sizes:
     def per_microbatch(self, attribute: str) -> float:
         """The largest layer's elements of one kind for the tokens of one microbatch."""
         largest = max(
-            getattr(stage, attribute) for chunk in self._chunks.layers for stage in chunk.stages
+            getattr(stage, attribute) for chunk in self.chunks.layers for stage in chunk.stages
         )
         return float(self._tokens * self._strategy.compute_bytes * largest)
 
@@ -251,19 +263,21 @@ class _Sizes:
     def residuals(self) -> float:
         """What the backward pass of one chunk keeps for one microbatch."""
         largest = max(
-            sum(stage.residual_elements for stage in chunk.stages) for chunk in self._chunks.layers
+            sum(stage.residual_elements for stage in chunk.stages) for chunk in self.chunks.layers
         )
         return float(self._tokens * self._strategy.compute_bytes * largest)
 
     @property
-    def kept(self) -> float:
+    def kept(self) -> dict[str, float]:
         """Weights and results of the kept chunks, all microbatches; those of the last one too."""
+        if not self._strategy.kept_chunks:
+            return {}
         tokens = self._tokens * self._strategy.num_microbatches
         total = 0.0
-        for chunk in self._chunks.layers[::-1][: self._strategy.kept_chunks]:
-            elements = sum(stage.kept_elements or stage.residual_elements for stage in chunk.stages)
+        for chunk in self.chunks.layers[-self._strategy.kept_chunks :]:
+            elements = sum(s.kept_elements or s.residual_elements for s in chunk.stages)
             total += self.weights(chunk) + float(tokens * self._strategy.compute_bytes * elements)
-        return total
+        return {"kept_chunks": total}
 
     @property
     def logits(self) -> float:
@@ -277,7 +291,7 @@ class _Sizes:
     def head_gradient(self) -> float:
         """fp32 sum over loss chunks, one summand, and the sum over microbatches."""
         arrays = 2 if self._strategy.num_microbatches == 1 else 3
-        owner = self._chunks.embed if self._workload.tied else self._chunks.head
+        owner = self.chunks.embed if self.tied else self.chunks.head
         return 4.0 * arrays * owner.num_parameters
 
 

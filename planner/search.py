@@ -7,6 +7,7 @@ the result is the best of all candidates, and a larger budget can only add candi
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from planner.candidates import Choices, candidates
@@ -180,8 +181,6 @@ def plan(
         host_budget_bytes=_or(host_budget_bytes, hardware.host_memory_bytes),
     )
     _check_request(job, choices, update_policy, compute_dtype)
-    fitting: list[tuple[float, Strategy, MemoryUse]] = []
-    misfits: list[tuple[Strategy, MemoryUse]] = []
     families = candidates(
         workload,
         batch,
@@ -190,15 +189,7 @@ def plan(
         update_policy=update_policy,
         compute_dtype=compute_dtype,
     )
-    for family in families:
-        for strategy in family:
-            memory = job.memory(strategy)
-            if not job.limits(memory):
-                if keep_activations:
-                    strategy, memory = job.keeping_most(strategy, memory)
-                fitting.append((job.lower_bound_s(strategy), strategy, memory))
-                break
-            misfits.append((strategy, memory))
+    fitting, misfits = _sort_by_fit(job, families, keep_activations)
     if not fitting:
         raise PlanError(_nothing_fits(job, [memory for _, memory in misfits], choices))
     ranked = _simulate_best(job, fitting)
@@ -213,6 +204,23 @@ def plan(
         runners_up=tuple(ranked[1 : 1 + NUM_RUNNERS_UP]),
         rejected=_most_promising(job, misfits, ranked[0].time.step_s),
     )
+
+
+def _sort_by_fit(
+    job: _Job, families: Iterable[Iterable[Strategy]], keep_activations: bool
+) -> tuple[list[tuple[float, Strategy, MemoryUse]], list[tuple[Strategy, MemoryUse]]]:
+    """The first of each family that fits, with a lower bound of its step; those that do not fit."""
+    fitting, misfits = [], []
+    for family in families:
+        for strategy in family:
+            memory = job.memory(strategy)
+            if not job.limits(memory):
+                if keep_activations:
+                    strategy, memory = job.keeping_most(strategy, memory)
+                fitting.append((job.lower_bound_s(strategy), strategy, memory))
+                break
+            misfits.append((strategy, memory))
+    return fitting, misfits
 
 
 def _or(value: float | None, default: float) -> float:
