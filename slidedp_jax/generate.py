@@ -21,6 +21,7 @@ import numpy as np
 
 from models.config import ModelConfig
 from models.streamed import CachedForm
+from planner.hardware import ComputeDtype
 from planner.strategy import Strategy
 from slidedp_jax.batch import document_offsets
 from slidedp_jax.errors import UserError
@@ -331,7 +332,9 @@ def encode_prompt(tokenizer: Tokenizer, text: str, *, chat: bool | None = None) 
     return tokenizer.encode(text, add_special_tokens=True)
 
 
-def open_trainer(folder: Path, *, dtype: str = "bfloat16", num_devices: int = 1) -> Trainer:
+def open_trainer(
+    folder: Path, *, dtype: ComputeDtype = "bfloat16", num_devices: int = 1
+) -> Trainer:
     """A trainer that holds a folder's weights and no optimizer state: 4 bytes per parameter.
 
     Args:
@@ -362,7 +365,9 @@ def open_trainer(folder: Path, *, dtype: str = "bfloat16", num_devices: int = 1)
     )
 
 
-def _inference_strategy(config: ModelConfig, dtype: str, num_host_devices: int) -> Strategy:
+def _inference_strategy(
+    config: ModelConfig, dtype: ComputeDtype, num_host_devices: int
+) -> Strategy:
     """Chunks of about 64M parameters: large enough for full transfer speed, small on a device."""
     layers = min(max(1, 2**26 // config.num_layer_parameters), config.num_hidden_layers)
     return Strategy(
@@ -370,7 +375,7 @@ def _inference_strategy(config: ModelConfig, dtype: str, num_host_devices: int) 
         rows_per_microbatch=1,
         num_microbatches=1,
         update_policy="eager",
-        compute_dtype=dtype,  # type: ignore[arg-type]  # checked by Strategy
+        compute_dtype=dtype,
         num_host_devices=num_host_devices,
     )
 

@@ -10,7 +10,7 @@ import jax
 from models.config import ModelConfig
 from planner.candidates import Choices
 from planner.errors import PlanError
-from planner.hardware import PRESETS, HardwareProfile
+from planner.hardware import PRESETS, ComputeDtype, HardwareProfile
 from planner.host_memory import available_host_memory
 from planner.memory import ADAMW_STATE_BYTES
 from planner.search import Plan, plan
@@ -62,7 +62,7 @@ def plan_for(
     tokens_per_row: int,
     documents_per_row: int | None = None,
     max_grad_norm: float | None = 1.0,
-    compute_dtype: str = "bfloat16",
+    compute_dtype: ComputeDtype = "bfloat16",
     optimizer_state_bytes: float = ADAMW_STATE_BYTES,
     device_memory_budget_gib: float | None = None,
     host_memory_budget_gib: float | None = None,
@@ -109,7 +109,7 @@ def plan_for(
             ),
             hardware,
             update_policy=update_policy or ("eager" if max_grad_norm is None else "deferred"),
-            compute_dtype=compute_dtype,  # type: ignore[arg-type]  # checked by the planner
+            compute_dtype=compute_dtype,
             optimizer_state_bytes=optimizer_state_bytes,
             device_budget_bytes=_bytes(device_memory_budget_gib),
             host_budget_bytes=_bytes(host_memory_budget_gib),

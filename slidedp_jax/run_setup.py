@@ -71,21 +71,27 @@ def load_inputs(args: TrainArguments, num_devices: int) -> RunInputs:
     tokenizer = None
     if (folder / "tokenizer.json").is_file() or not _all_json(args.train_file):
         tokenizer = load_tokenizer(folder, chat_template=args.chat_template_path)
-    settings = ExampleSettings(
-        max_seq_length=args.max_seq_length,
-        loss_on=args.loss_on,  # type: ignore[arg-type]  # ExampleSettings checks it
-        over_long=args.over_long,  # type: ignore[arg-type]
-        keep=args.truncation_keep,  # type: ignore[arg-type]
-        append_eos=args.append_eos,
-        skip_bad_rows=args.skip_bad_rows,
-        max_rows=args.max_train_samples,
-        columns=args.columns,
-        template_kwargs=args.chat_template_kwargs,
+    source, report = _training_rows(args, tokenizer, config.vocab_size, num_devices)
+    evaluation = None
+    if args.validation_file:
+        evaluation = _evaluation_rows(args, tokenizer, config.vocab_size, num_devices)
+    return RunInputs(
+        folder=folder,
+        config=config,
+        tokenizer=tokenizer,
+        source=source,
+        evaluation=evaluation,
+        report=report,
+        num_steps=args.max_steps or source.num_steps(args.num_train_epochs),
     )
+
+
+def _training_rows(
+    args: TrainArguments, tokenizer: Tokenizer | None, vocab_size: int, num_devices: int
+) -> tuple[BatchSource, DataReport]:
     examples, report = load_examples(
-        args.train_file, tokenizer, settings, vocab_size=config.vocab_size
+        args.train_file, tokenizer, _example_settings(args), vocab_size=vocab_size
     )
-    pad_id = tokenizer.pad_id if tokenizer is not None else 0
     source = BatchSource(
         examples,
         max_seq_length=args.max_seq_length,
@@ -97,33 +103,42 @@ def load_inputs(args: TrainArguments, num_devices: int) -> RunInputs:
         seed=args.seed if args.data_seed is None else args.data_seed,
         packing=args.packing,
         shuffle=args.shuffle,
-        pad_id=pad_id,
+        pad_id=_pad_id(tokenizer),
     )
     source.require_whole_step()
-    evaluation = None
-    if args.validation_file:
-        rows, _ = load_examples(
-            args.validation_file,
-            tokenizer,
-            dataclasses.replace(settings, max_rows=None),
-            vocab_size=config.vocab_size,
-        )
-        evaluation = BatchSource(
-            rows,
-            max_seq_length=args.max_seq_length,
-            step_size=args.per_device_train_batch_size * num_devices,
-            shuffle=False,
-            pad_id=pad_id,
-        )
-    return RunInputs(
-        folder=folder,
-        config=config,
-        tokenizer=tokenizer,
-        source=source,
-        evaluation=evaluation,
-        report=report,
-        num_steps=args.max_steps or source.num_steps(args.num_train_epochs),
+    return source, report
+
+
+def _evaluation_rows(
+    args: TrainArguments, tokenizer: Tokenizer | None, vocab_size: int, num_devices: int
+) -> BatchSource:
+    settings = dataclasses.replace(_example_settings(args), max_rows=None)
+    examples, _ = load_examples(args.validation_file, tokenizer, settings, vocab_size=vocab_size)
+    return BatchSource(
+        examples,
+        max_seq_length=args.max_seq_length,
+        step_size=args.per_device_train_batch_size * num_devices,
+        shuffle=False,
+        pad_id=_pad_id(tokenizer),
     )
+
+
+def _example_settings(args: TrainArguments) -> ExampleSettings:
+    return ExampleSettings(
+        max_seq_length=args.max_seq_length,
+        loss_on=args.loss_on,
+        over_long=args.over_long,
+        keep=args.truncation_keep,
+        append_eos=args.append_eos,
+        skip_bad_rows=args.skip_bad_rows,
+        max_rows=args.max_train_samples,
+        columns=args.columns,
+        template_kwargs=args.chat_template_kwargs,
+    )
+
+
+def _pad_id(tokenizer: Tokenizer | None) -> int:
+    return tokenizer.pad_id if tokenizer is not None else 0
 
 
 def make_plan(args: TrainArguments, inputs: RunInputs, num_devices: int) -> Plan:
@@ -145,8 +160,8 @@ def make_plan(args: TrainArguments, inputs: RunInputs, num_devices: int) -> Plan
     choices = Choices(
         layers_per_chunk=args.layers_per_chunk,
         rows_per_microbatch=args.rows_per_microbatch,
-        weight_route=args.weight_route,  # type: ignore[arg-type]  # the planner checks them
-        gradient_route=args.gradient_route,  # type: ignore[arg-type]
+        weight_route=args.weight_route,
+        gradient_route=args.gradient_route,
     )
     return plan_for(
         inputs.config,
@@ -168,20 +183,25 @@ def make_plan(args: TrainArguments, inputs: RunInputs, num_devices: int) -> Plan
 
 def _state_bytes_per_parameter(args: TrainArguments, config: ModelConfig) -> float:
     """Optimizer state in bytes, an average of the weights included, spread over all parameters."""
-    sizes = {name: math.prod(shape) for name, shape in config.parameter_shapes().items()}
-    frozen = sum(sizes[name] for name in frozen_names(sizes, args.freeze))
-    trained = 1 - frozen / sum(sizes.values())
-    return trained * (ADAMW_STATE_BYTES + (0 if args.ema_decay is None else 4))
+    trained, _ = _trained_parameters(args, config)
+    state_bytes = ADAMW_STATE_BYTES + (0 if args.ema_decay is None else 4)
+    return state_bytes * trained / config.num_parameters
+
+
+def _trained_parameters(args: TrainArguments, config: ModelConfig) -> tuple[int, set[str]]:
+    """Number of trained parameters, and the names of the frozen ones."""
+    shapes = config.parameter_shapes()
+    frozen = frozen_names(shapes, args.freeze)
+    trained = sum(math.prod(shape) for name, shape in shapes.items() if name not in frozen)
+    return trained, frozen
 
 
 def frozen_note(args: TrainArguments, config: ModelConfig) -> str:
     """One line on what stays as it is."""
-    sizes = {name: math.prod(shape) for name, shape in config.parameter_shapes().items()}
-    frozen = frozen_names(sizes, args.freeze)
-    trained = sum(size for name, size in sizes.items() if name not in frozen)
+    trained, frozen = _trained_parameters(args, config)
     return (
-        f"{len(frozen)} of {len(sizes)} parameter arrays are frozen; {trained:,} of "
-        f"{sum(sizes.values()):,} parameters are trained"
+        f"{len(frozen)} of {len(config.parameter_shapes())} parameter arrays are frozen; "
+        f"{trained:,} of {config.num_parameters:,} parameters are trained"
     )
 
 

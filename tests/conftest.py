@@ -13,13 +13,13 @@ if importlib.metadata.version("jax").startswith("0.10."):  # later versions do n
 os.environ["XLA_FLAGS"] = " ".join(flags)
 slidedp_jax.configure(platform="cpu", num_devices=8, num_host_devices=8)
 
-import gc  # noqa: E402 - JAX is configured first
-import pathlib  # noqa: E402
+import gc
+import pathlib
 
-import jax  # noqa: E402
-import numpy as np  # noqa: E402
-import pytest  # noqa: E402
-from jax._src import cache_key, compiler  # noqa: E402
+import jax
+import numpy as np
+import pytest
+from jax._src import cache_key, compiler
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
