@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from models.streamed import Cache, CachedFn, StreamedModel
 from planner.strategy import Strategy
 from slidedp_jax.batch import PreparedBatch, prepare
+from slidedp_jax.chunk import ChunkLayout
 from slidedp_jax.compute import ComputePrograms
 from slidedp_jax.errors import UserError
 from slidedp_jax.fences import Fences
@@ -105,23 +106,11 @@ class Trainer:
         )
         treatments = Treatments(optimizer, trained_shapes(model, frozen), ema_decay=ema_decay)
         self.ema_decay = ema_decay
-        if whole := treatments.whole_parameters:
-            _LOG.warning(
-                "%d of %d parameters (such as %s) are updated as a whole on the host, because the "
-                "optimizer is not element-wise; that is much slower than AdamW",
-                len(whole),
-                len(treatments.kinds),
-                whole[0],
-            )
+        _warn_of_whole_parameters(treatments)
         layouts, layer_fns = chunks_of(model, strategy, treatments)
-        wide = strategy.compute_dtype == "float32"
-        self.store = HostStore(
-            layouts,
-            host_devices[: strategy.num_host_devices],
-            [optimizer.state_dtypes for optimizer in treatments.optimizers],
-            compute_device=self._devices[0],
-            upload_low=wide,
-        )
+        frozen_chunks = [n for n, layout in enumerate(layouts) if not layout.trained_parts]
+        self._fences = Fences(len(layouts), frozen=frozen_chunks)
+        self.store = self._make_store(layouts, host_devices, treatments)
         self._write_parameters(parameters, seed)
         updates = PartUpdates(
             treatments, self.store, block_size=strategy.block_size, form=kernel_form
@@ -129,30 +118,7 @@ class Trainer:
         self.kernel_form = updates.form
         for part in self.store.parts:
             updates.init(part)
-        dtype = jnp.dtype(strategy.compute_dtype)
-        weights = weight_path(strategy.weight_route, self._mesh)
-        self._gradients = GradientPath(
-            strategy.gradient_route, self._mesh, self.store.sharding, dtype
-        )
-        self._programs = ComputePrograms(
-            model,
-            self._mesh,
-            weights,
-            self._gradients,
-            dtype,
-            embed_trained=layouts[0].trained,
-            head_trained=layouts[-1].trained,
-        )
-        frozen_chunks = [n for n, layout in enumerate(layouts) if not layout.trained_parts]
-        self._fences = Fences(len(layouts), frozen=frozen_chunks)
-        self.weights = StreamedWeights(
-            self.store,
-            self._fences,
-            weights,
-            self._programs,
-            with_low=wide,
-            tracer=self._tracer,
-        )
+        self._make_pipeline(layouts, layer_fns)
         self._updates = HostOptimizer(
             self.store,
             self._fences,
@@ -168,10 +134,49 @@ class Trainer:
             sums_on_host=self._gradients.sums_on_host,
             tracer=self._tracer,
         )
+
+    def _make_store(
+        self,
+        layouts: Sequence[ChunkLayout],
+        host_devices: Sequence[jax.Device],
+        treatments: Treatments,
+    ) -> HostStore:
+        return HostStore(
+            layouts,
+            host_devices[: self.strategy.num_host_devices],
+            [optimizer.state_dtypes for optimizer in treatments.optimizers],
+            compute_device=self._devices[0],
+            upload_low=self.strategy.compute_dtype == "float32",
+        )
+
+    def _make_pipeline(self, layouts: Sequence[ChunkLayout], layer_fns: Sequence[Any]) -> None:
+        """What moves weights and gradients, and the programs and order of the devices' work."""
+        strategy, dtype = self.strategy, jnp.dtype(self.strategy.compute_dtype)
+        route = weight_path(strategy.weight_route, self._mesh)
+        self._gradients = GradientPath(
+            strategy.gradient_route, self._mesh, self.store.sharding, dtype
+        )
+        self._programs = ComputePrograms(
+            self.model,
+            self._mesh,
+            route,
+            self._gradients,
+            dtype,
+            embed_trained=layouts[0].trained,
+            head_trained=layouts[-1].trained,
+        )
+        self.weights = StreamedWeights(
+            self.store,
+            self._fences,
+            route,
+            self._programs,
+            with_low=strategy.compute_dtype == "float32",
+            tracer=self._tracer,
+        )
         self._pipeline = Pipeline(
             layouts,
             layer_fns,
-            tied=model.tied,
+            tied=self.model.tied,
             programs=self._programs,
             prefetch_depth=strategy.prefetch_depth,
             kept_chunks=strategy.kept_chunks,
@@ -187,8 +192,6 @@ class Trainer:
           UserError: the batch does not fit the model.
           TrainingStopped: an update failed or a gradient was not finite.
         """
-        if self._closed:
-            raise UserError("the trainer is closed; its host state is gone")
         prepared = self.prepare(batch, training=True)
         step = self.step_count + 1
         self.weights.require(self.step_count)
@@ -307,8 +310,13 @@ class Trainer:
 
     def wait(self) -> None:
         """Block until every update of the steps so far is committed."""
+        self._check_open()
         for chunk in range(len(self._fences)):
             self._fences.wait_committed(chunk, self.step_count)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UserError("the trainer is closed, and its host state with it")
 
     def close(self) -> None:
         """Finish pending updates, end the update thread and free the host state."""
@@ -327,6 +335,7 @@ class Trainer:
 
         For training, the rows of a model that draws random numbers carry the next step's seeds.
         """
+        self._check_open()
         draws = training and self.model.random
         return prepare(
             batch,
@@ -371,6 +380,17 @@ class Trainer:
                 f"{len(self._devices)} compute devices. Plan again, or pass num_host_devices to "
                 "slidedp_jax.configure()"
             )
+
+
+def _warn_of_whole_parameters(treatments: Treatments) -> None:
+    if whole := treatments.whole_parameters:
+        _LOG.warning(
+            "%d of %d parameters (such as %s) are updated as a whole on the host, because the "
+            "optimizer is not element-wise; that is much slower than AdamW",
+            len(whole),
+            len(treatments.kinds),
+            whole[0],
+        )
 
 
 def _first(devices: list[jax.Device], count: int | None) -> list[jax.Device]:

@@ -179,6 +179,15 @@ def test_other_settings_are_refused_by_name_and_overwriting_starts_over(
     assert losses(out)[0] == losses(straight)[0] and losses(out)[1:] != losses(straight)[1:3]
 
 
+def test_a_run_goes_on_with_or_without_kept_activations(inputs, straight, tmp_path, capsys):
+    """After too much device memory, dropping the flag must not cost the run."""
+    out = tmp_path / "run"
+    inputs.train(out, max_steps=2, keep_activations=True)
+    inputs.train(out, max_steps=4)
+    assert "at step 2" in capsys.readouterr().out
+    np.testing.assert_allclose(losses(out), losses(straight)[:4], rtol=1e-6)
+
+
 def test_a_folder_with_other_files_is_left_alone(inputs, tmp_path, capsys):
     out = tmp_path / "thesis"
     out.mkdir()

@@ -172,6 +172,10 @@ def test_the_optimizer_can_freeze_too():
         assert values.tobytes() == runs[1].parameters[name].tobytes(), name
 
 
+def test_one_pattern_may_be_given_by_itself():
+    assert frozen_names(["a.b", "a.c", "d"], "a.*") == {"a.b", "a.c"}
+
+
 def test_patterns_that_fit_nothing_or_everything_are_refused():
     names = small_config().parameter_shapes()
     with pytest.raises(UserError, match=r"'embed\*'.*model\.embed_tokens\.weight"):

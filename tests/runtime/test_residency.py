@@ -14,6 +14,7 @@ import pytest
 from plain_training import random_batch
 from streamed_training import small_config, strategy, trainer
 
+from slidedp_jax import UserError
 from slidedp_jax.process import current_setup
 from slidedp_jax.trace import Tracer
 
@@ -140,3 +141,13 @@ def test_a_trainer_leaves_nothing_behind():
     del it
     gc.collect()
     assert [part() for part in left] == [None] * len(left)
+
+
+def test_a_closed_trainer_says_so():
+    config = small_config(layers=1)
+    batch = random_batch(config, NUM_ROWS, NUM_TOKENS, packed=False)
+    with trainer(config, optax.sgd(1e-2), strategy(), num_devices=1) as it:
+        it.step(batch)
+    for call in (lambda: it.step(batch), lambda: it.evaluate(batch), it.parameters):
+        with pytest.raises(UserError, match="closed"):
+            call()
