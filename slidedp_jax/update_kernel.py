@@ -115,20 +115,6 @@ class UpdateKernels:
         """Starting optimizer state of a chunk whose master weights are set; arrays are donated."""
         return jax.block_until_ready(self._init(tuple(arrays), (), (), self._groups(layout)))
 
-    def update(
-        self,
-        layout: FlatLayout,
-        arrays: Sequence[jax.Array],
-        gradients: Sequence[jax.Array],
-        shared: Sequence[jax.Array],
-        norm: float,
-        max_norm: float,
-    ) -> tuple[jax.Array, ...]:
-        """Update a chunk in place and wait for it; arguments as of `start_update`."""
-        return jax.block_until_ready(
-            self.start_update(layout, arrays, gradients, shared, norm, max_norm)
-        )
-
     def start_update(
         self,
         layout: FlatLayout,
@@ -278,7 +264,8 @@ def _time_update(
     seconds = []
     for _ in range(4):
         start = time.perf_counter()
-        arrays = kernels.update(layout, arrays, [gradient], shared, 0.0, np.inf)
+        started = kernels.start_update(layout, arrays, [gradient], shared, 0.0, np.inf)
+        arrays = jax.block_until_ready(started)
         seconds.append(time.perf_counter() - start)
         if len(seconds) > 1 and seconds[-1] > give_up_s:
             break

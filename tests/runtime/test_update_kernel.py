@@ -92,7 +92,7 @@ class KernelRun:
     def step(self, summands, norm=0.0, max_norm=np.inf):
         gradients = [owned(values, self.sharding) for values in summands]
         shared = self.kernels.place_shared(self.shared)
-        self.arrays = self.kernels.update(
+        self.arrays = self.kernels.start_update(
             self.layout, self.arrays, gradients, shared, norm, max_norm
         )
         self.shared = self.kernels.advance(self.shared)
