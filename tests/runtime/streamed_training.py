@@ -104,6 +104,26 @@ def differing(run: Run, other: Run) -> list[str]:
     )
 
 
+def assert_close_to_plain_adam(run: Run, plain, *, learning_rate: float) -> None:
+    """Against (losses, norms, parameters, state) of `plain_training.train` with an Adam in it.
+
+    Tolerances and their reasons: `test_against_plain_optax`.
+    """
+    losses, norms, expected, state = plain
+    np.testing.assert_allclose(run.losses, losses, rtol=2e-6)
+    np.testing.assert_allclose(run.norms, norms, rtol=5e-6)
+    assert run.parameters.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_allclose(
+            run.parameters[name], values, rtol=0, atol=0.01 * learning_rate, err_msg=name
+        )
+    adam = optax.tree.get(state, "mu"), optax.tree.get(state, "nu")
+    for got, wanted in zip(run.state, adam, strict=True):
+        for name, values in wanted.items():
+            atol = 2e-5 * float(np.abs(values).max())
+            np.testing.assert_allclose(got[name], values, rtol=0, atol=atol, err_msg=name)
+
+
 def padding(layouts: list[ChunkLayout]) -> int:
     """Elements of all chunks that are not parameters."""
     return sum(layout.padded_size - layout.num_parameters for layout in layouts)
