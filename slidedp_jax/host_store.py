@@ -86,8 +86,9 @@ class HostStore:
             self.mesh, PartitionSpec(HOST_AXIS), memory_kind="pinned_host"
         )
         self.layouts = tuple(layouts)
+        zeros = jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=self.sharding)
         self.chunks = [
-            tuple(self._allocate(part, state_dtypes) for part in layout.parts)
+            tuple(_allocate(part, state_dtypes, zeros) for part in layout.parts)
             for layout in self.layouts
         ]
         self.whole_state: dict[str, list[jax.Array]] = {}
@@ -106,15 +107,6 @@ class HostStore:
     def parts(self) -> list[PartState]:
         """Parts of all chunks, in forward order."""
         return [part for chunk in self.chunks for part in chunk]
-
-    def _allocate(self, layout: FlatLayout, state_dtypes: Sequence[Sequence[Any]]) -> PartState:
-        state = () if layout.kind == FROZEN else state_dtypes[layout.kind]
-        dtypes = (jnp.bfloat16, jnp.int16, *state)
-        return PartState(layout, [self._zeros(layout.padded_size, dtype) for dtype in dtypes])
-
-    def _zeros(self, size: int, dtype: Any) -> jax.Array:
-        make = jax.jit(lambda: jnp.zeros(size, dtype), out_shardings=self.sharding)
-        return jax.block_until_ready(make())
 
     @property
     def parameter_names(self) -> list[str]:
@@ -215,6 +207,15 @@ class HostStore:
         if name not in self._slots:
             raise KeyError(f"no parameter {name!r}; the model has {len(self._slots)} others")
         return self._slots[name]
+
+
+def _allocate(
+    layout: FlatLayout, state_dtypes: Sequence[Sequence[Any]], zeros: Callable[..., jax.Array]
+) -> PartState:
+    state = () if layout.kind == FROZEN else state_dtypes[layout.kind]
+    dtypes = map(jnp.dtype, (jnp.bfloat16, jnp.int16, *state))
+    arrays = [zeros(layout.padded_size, dtype) for dtype in dtypes]
+    return PartState(layout, jax.block_until_ready(arrays))
 
 
 def _pointers(array: jax.Array) -> list[int]:
