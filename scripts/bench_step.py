@@ -11,6 +11,7 @@ of one process. Prints a table and writes OUT.json with the raw samples.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import pathlib
 import statistics
@@ -36,7 +37,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="only the first N layers")
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 32768])
     parser.add_argument("--seq", type=int, default=4096)
-    parser.add_argument("--rows-per-microbatch", type=int, help="rows a device computes at once")
+    parser.add_argument("--rows-per-microbatch", type=int, help="default: all of a step's")
     parser.add_argument("--block-size", type=int, default=Strategy.block_size)
     parser.add_argument("--layers-per-chunk", type=int, default=1)
     parser.add_argument("--prefetch-depth", type=int, default=1)
@@ -47,12 +48,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--weight-route", default="replicate")
     parser.add_argument("--gradient-route", default="reduce_scatter")
     parser.add_argument("--policies", nargs="*", default=["deferred"], help="full-step policies")
+    parser.add_argument("--max-grad-norm", type=float, default=1.0, help="of deferred steps")
     parser.add_argument("--steps", type=int, default=6, help="full steps timed per policy")
     parser.add_argument("--repeats", type=int, default=3, help="compute passes timed")
     parser.add_argument("--skip-resident", action="store_true")
     parser.add_argument("--kernel-form", choices=["blocked", "fused", "whole"])
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--pinned-limit-gib", type=int, default=48)
+    parser.add_argument("--compilation-cache", help="folder of JAX's persistent compilation cache")
     parser.add_argument("--out", type=pathlib.Path)
     return parser.parse_args()
 
@@ -63,6 +66,7 @@ def main() -> None:
         num_devices=args.num_devices,
         num_host_devices=args.num_host_devices,
         pinned_limit_gib=args.pinned_limit_gib,
+        compilation_cache=args.compilation_cache,
     )
     results: list[dict[str, Any]] = []
     for policy in args.policies or ["none"]:
@@ -79,8 +83,6 @@ def save(out: pathlib.Path | None, results: list[dict[str, Any]]) -> None:
 
 def run_policy(args: argparse.Namespace, setup: Any, policy: str) -> Iterator[dict[str, Any]]:
     """All token counts with one update policy, one after the other; the state is made once."""
-    import dataclasses
-
     import optax
 
     from models import decoder
@@ -93,11 +95,9 @@ def run_policy(args: argparse.Namespace, setup: Any, policy: str) -> Iterator[di
             num_hidden_layers=args.layers,
             layer_windows=config.layer_windows[: args.layers],
         )
-    num_devices = setup.num_devices or len(setup.devices()[0])
-    rows = args.tokens[0] // args.seq // num_devices
     strategy = Strategy(
         layers_per_chunk=args.layers_per_chunk,
-        rows_per_microbatch=args.rows_per_microbatch or max(1, rows),
+        rows_per_microbatch=args.rows_per_microbatch or 1,
         num_microbatches=1,
         weight_route=args.weight_route,
         gradient_route=args.gradient_route,
@@ -118,7 +118,7 @@ def run_policy(args: argparse.Namespace, setup: Any, policy: str) -> Iterator[di
         optax.adamw(1e-5, b1=0.9, b2=0.95, weight_decay=0.1),
         strategy=strategy,
         parameters=lambda write: fill(model, write),
-        max_grad_norm=None if policy == "eager" else 1.0,
+        max_grad_norm=None if policy == "eager" else args.max_grad_norm,
         kernel_form=args.kernel_form,
         tracer=tracer,
     )
@@ -179,17 +179,25 @@ def measure(
     rng = np.random.default_rng(1)
     ids = rng.integers(0, config.vocab_size, (tokens // args.seq, args.seq)).astype(np.int32)
     batch = {"input_ids": ids, "labels": ids}
+    if args.rows_per_microbatch is None:
+        rows = max(1, len(ids) // trainer.num_devices)
+        trainer.strategy = dataclasses.replace(trainer.strategy, rows_per_microbatch=rows)
     device = jax.local_devices()[0]
     result: dict[str, Any] = {"model": args.model, "tokens": tokens, "policy": policy}
+    result["max_grad_norm"] = None if policy == "eager" else args.max_grad_norm
     result["strategy"] = trainer.strategy.__dict__.copy()
     passes = ComputePasses(trainer, batch)
-    if not args.skip_resident:
-        result["resident_s"] = passes.resident(args.repeats)
-    result["streamed_s"], result["streamed_dispatch_s"] = passes.streamed(args.repeats)
+    (result["first_streamed_s"], *result["streamed_s"]), result["streamed_dispatch_s"] = (
+        passes.streamed(args.repeats)
+    )
     if device.platform != "cpu":
         result["device_peak_gib"] = device.memory_stats()["peak_bytes_in_use"] / 2**30
     if policy != "none":
         result.update(full_steps(args, trainer, tracer, batch))
+    if device.platform != "cpu":
+        result["device_peak_full_gib"] = device.memory_stats()["peak_bytes_in_use"] / 2**30
+    if not args.skip_resident:  # last, since its weights would count among the peaks
+        _, *result["resident_s"] = passes.resident(args.repeats)
     work = Workload.from_config(config).model_flops_per_step(
         BatchShape(num_rows=ids.shape[0], seq_length=args.seq)
     )
@@ -197,8 +205,6 @@ def measure(
     result["num_parameters"] = config.num_parameters
     result["rss_gib"] = rss_gib()
     result["owned_bytes_per_parameter"] = trainer.store.owned_bytes / trainer.store.num_parameters
-    if device.platform != "cpu":
-        result["device_peak_full_gib"] = device.memory_stats()["peak_bytes_in_use"] / 2**30
     return result
 
 
@@ -210,7 +216,10 @@ class ComputePasses:
         self._prepared = trainer.prepare(batch)
 
     def resident(self, repeats: int) -> list[float]:
-        """Seconds per pass with every chunk's weights on the devices; gradients are dropped."""
+        """Seconds per pass with every chunk's weights on the devices; gradients are dropped.
+
+        The first pass is a warm-up.
+        """
         import jax
 
         from slidedp_jax.weight_window import ResidentWeights
@@ -229,10 +238,13 @@ class ComputePasses:
             )
             jax.block_until_ready((outputs.squares, outputs.losses))
             seconds.append(time.perf_counter() - start)
-        return seconds[1:]
+        return seconds
 
     def streamed(self, repeats: int) -> tuple[list[float], list[float]]:
-        """Seconds per pass until the last gradient is on the host, and seconds of dispatch."""
+        """Seconds per pass until the last gradient is on the host, and seconds of dispatch.
+
+        The first pass compiles what is new, and has no seconds of dispatch.
+        """
         trainer = self._trainer
         trainer.wait()
         seconds, dispatch = [], []
@@ -249,7 +261,7 @@ class ComputePasses:
             for gradient in arriving:
                 gradient.wait()
             seconds.append(time.perf_counter() - start)
-        return seconds[1:], dispatch[1:]
+        return seconds, dispatch[1:]
 
 
 def full_steps(args: argparse.Namespace, trainer: Any, tracer: Any, batch: Any) -> dict[str, Any]:
