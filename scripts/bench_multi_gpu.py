@@ -6,7 +6,8 @@ Per count and pair of routes, in a process of its own: forward and backward on s
 resident weights, Python's dispatch per chunk beside its compute, bytes moved per parameter, and
 full steps (AdamW, exact clip, deferred) at the largest token count. A count gets its share of the
 cores: half of them for one GPU beside two. Another process trains a few layers on all counts and
-routes and compares with one device, and takes a checkpoint from many devices to one and back.
+routes and compares with one device, takes a checkpoint from many devices to one and back, and one
+injects errors on the last device.
 
 The most telling work comes first, what no longer fits into --budget-s is named, and OUT.json is
 written after each result. On a CPU: --model tiny --check-model tiny with a short --seq.
@@ -30,7 +31,7 @@ import bench_children
 import bench_record
 
 FOLDER = pathlib.Path(__file__).parent
-PARTS = ("speed", "check", "host_sum")
+PARTS = ("speed", "check", "faults", "host_sum")
 EXTRAPOLATED_DEVICES = 8
 
 
@@ -127,16 +128,17 @@ def jobs(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield job(count, "replicate", "reduce_scatter")
         for count in sorted(several, reverse=True):
             yield job(count, "shard_all_gather", "reduce_scatter")
-    if "check" in args.parts and several:
-        yield {
-            "script": "multi_gpu_check.py",
-            "model": args.check_model,
-            "layers": args.check_layers,
-            "seq": args.check_seq,
-            "soak_steps": args.soak_steps,
-            "num_devices": args.num_devices,
-            "pinned_limit_gib": args.pinned_gib_per_device * most,
-        }
+    for part in ("check", "faults"):
+        if part in args.parts and several:
+            yield {
+                "script": f"multi_gpu_{part}.py",
+                "model": args.check_model,
+                "layers": args.check_layers,
+                "seq": args.check_seq,
+                "soak_steps": args.soak_steps,
+                "num_devices": args.num_devices,
+                "pinned_limit_gib": args.pinned_gib_per_device * most,
+            }
     if "host_sum" in args.parts:
         for count in sorted(several, reverse=True):
             for weight_route in ("shard_all_gather", "replicate"):
@@ -145,7 +147,7 @@ def jobs(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def label(job: dict[str, Any]) -> str:
     if "weight_route" not in job:
-        return f"check on {job['num_devices']} devices"
+        return f"{job['script']} on {job['num_devices']} devices"
     return f"{job['num_devices']} devices, {job['weight_route']}, {job['gradient_route']}"
 
 

@@ -1,0 +1,148 @@
+"""One process of `bench_multi_gpu.py`: does an error on one device end training, without a hang?
+
+Takes a JSON job and the file for its results. Only the last device is given a row whose gradient is
+NaN, then no memory to work in; both must surface as errors on the caller's side in bounded time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+import bench_step
+from bench_children import Report
+from multi_gpu_speed import random_batch, shortened
+
+import slidedp_jax
+
+LIMIT_S = 90.0
+"""A fault that has not surfaced by then counts as a hang."""
+
+
+def main() -> None:
+    job = json.loads(sys.argv[1])
+    report = Report(sys.argv[2])
+    count = max(job["num_devices"])
+    setup = slidedp_jax.configure(num_devices=count, pinned_limit_gib=job["pinned_limit_gib"])
+    faults = Faults(job, setup)
+    report(faults.run("NaN on the last device", faults.nan_on_the_last_device))
+    if setup.platform != "cpu":
+        name = "no memory on the last device"
+        hang = threading.Timer(LIMIT_S, give_up, (report, faults.result(name, None, LIMIT_S)))
+        hang.start()
+        report(faults.run(name, faults.no_memory_on_the_last_device))
+    os._exit(0)  # what a full device has left undone must not hold up the end
+
+
+def give_up(report: Report, result: dict[str, Any]) -> None:
+    """Report a hang and end the process, whatever its threads wait for."""
+    report(result)
+    os._exit(0)
+
+
+class Faults:
+    """A few layers with an embedding of their own, so that one token spoils only its own row.
+
+    Args:
+      job: `model`, `layers`, `seq`.
+      setup: the process's devices.
+    """
+
+    def __init__(self, job: dict[str, Any], setup: Any):
+        from models import decoder
+        from planner.strategy import Strategy
+
+        self._seq = job["seq"]
+        self._devices = setup.devices()[0]
+        self._num_devices = len(self._devices)
+        self._config = dataclasses.replace(
+            shortened(job["model"], job["layers"]), tie_word_embeddings=False
+        )
+        self._model = decoder.build(self._config, loss_chunk_tokens=512)
+        self._strategy = Strategy(
+            layers_per_chunk=1,
+            rows_per_microbatch=1,
+            num_microbatches=1,
+            loss_chunk_tokens=512,
+            num_host_devices=setup.num_host_devices,
+        )
+
+    def run(self, name: str, fault: Callable[[Any, dict[str, Any]], None]) -> dict[str, Any]:
+        """One undisturbed step, then the fault; passed if that raises and says why."""
+        trainer = self._trainer()
+        batch = random_batch(self._config, self._num_devices, self._seq)
+        poison = self._config.vocab_size - 1
+        batch["input_ids"][batch["input_ids"] == poison] = 0
+        loss = trainer.step(batch).loss
+        assert loss > 0
+        start = time.perf_counter()
+        try:
+            fault(trainer, batch)
+        except Exception as error:
+            return self.result(name, f"{type(error).__name__}: {error}", time.perf_counter() - start)
+        return self.result(name, None, time.perf_counter() - start)
+
+    def result(self, name: str, message: str | None, seconds: float) -> dict[str, Any]:
+        """One line of the table of checks."""
+        return {
+            "check": name,
+            "dtype": "bfloat16",
+            "num_devices": self._num_devices,
+            "message": message and message[:600],
+            "seconds": seconds,
+            "passed": message is not None,
+        }
+
+    def nan_on_the_last_device(self, trainer: Any, batch: dict[str, Any]) -> None:
+        """A token whose embedding is NaN, in the last device's row alone."""
+        import numpy as np
+
+        poison = self._config.vocab_size - 1
+        name = trainer.store.parameter_names[0]
+        trainer.wait()
+        values = trainer.store.read(name)
+        values[poison] = np.nan
+        trainer.store.write(name, values)
+        batch["input_ids"][-1, 0] = poison
+        metrics = trainer.step(batch)
+        print(metrics.grad_norm)
+
+    def no_memory_on_the_last_device(self, trainer: Any, batch: dict[str, Any]) -> None:
+        """Fill the last device, so that nothing of a step fits there."""
+        import jax
+
+        trainer.wait()
+        hoard, size = [], 1 << 30
+        while size >= 1 << 20:
+            try:
+                taken = jax.numpy.zeros(size, "int8", device=self._devices[-1])
+                hoard.append(jax.block_until_ready(taken))
+            except jax.errors.JaxRuntimeError:
+                size //= 2
+        for _ in range(3):
+            trainer.step(batch)
+        trainer.wait()
+
+    def _trainer(self) -> Any:
+        import optax
+
+        return slidedp_jax.Trainer(
+            self._model,
+            optax.adamw(1e-5),
+            strategy=self._strategy,
+            parameters=lambda write: bench_step.fill(self._model, write),
+            kernel_form="blocked",
+        )
+
+
+if __name__ == "__main__":
+    main()
