@@ -88,7 +88,8 @@ class Faults:
         try:
             fault(trainer, batch)
         except Exception as error:
-            return self.result(name, f"{type(error).__name__}: {error}", time.perf_counter() - start)
+            message = f"{type(error).__name__}: {error}"
+            return self.result(name, message, time.perf_counter() - start)
         return self.result(name, None, time.perf_counter() - start)
 
     def result(self, name: str, message: str | None, seconds: float) -> dict[str, Any]:
