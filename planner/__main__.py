@@ -99,8 +99,9 @@ def _parser() -> argparse.ArgumentParser:
         fixed.add_argument(f"--{name}", type=int)
     parser.add_argument(
         "--keep_activations",
-        action="store_true",
-        help="keep results of as many layer chunks as fit instead of recomputing them",
+        action=argparse.BooleanOptionalAction,
+        help="keep results of as many layer chunks as fit instead of recomputing them; by default "
+        "on devices with memory of their own",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     return parser

@@ -29,9 +29,6 @@ LOGITS_PASSES = 6
 SUM_BYTES = 12
 """Traffic per weight of adding to an fp32 gradient sum: read sum and summand, write sum."""
 
-SUMMED_BYTES = 4
-"""Bytes per parameter of a reduce-scatter: the devices sum in fp32 and round afterwards."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkDurations:
@@ -219,7 +216,9 @@ class _Costs:
         if strategy.weight_route == "shard_all_gather":
             upload_bytes /= num_devices
         if strategy.gradient_route == "reduce_scatter":
-            pack_s += SUMMED_BYTES * size * remote / hardware.gather_bytes_per_s
+            # Sums over microbatches travel between the devices in fp32.
+            summed_bytes = strategy.gradient_bytes if strategy.num_microbatches == 1 else 4
+            pack_s += summed_bytes * size * remote / hardware.gather_bytes_per_s
             download_bytes /= num_devices
         else:
             summands = num_devices

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from planner.chunking import Chunks, ChunkWork, chunk_stages
 from planner.hardware import HardwareProfile
-from planner.pinned_pool import pinned_pool_bytes
+from planner.pinned_pool import pool_regions
 from planner.strategy import SLOTS_BESIDE_PREFETCH, Strategy
 from planner.workload import BatchShape, Workload
 
@@ -306,12 +306,12 @@ def _host(
     shards = hardware.num_devices if strategy.gradient_route == "reduce_scatter" else 1
     requests = [
         strategy.gradient_bytes * chunk.padded_parameters / shards
-        for chunk in chunks.all
+        for chunk in reversed(chunks.all)  # as backward sends them
         for _ in range(copies * shards)
     ]
     gradients = sum(requests)
     # The CPU backend has no page-locked pool.
-    pool = gradients if hardware.unified_memory else pinned_pool_bytes(requests)
+    pool = gradients if hardware.unified_memory else float(sum(pool_regions(requests)))
     padded = chunks.padded_parameters
     return {
         "master_weights": float(MASTER_BYTES * padded),

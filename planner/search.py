@@ -151,7 +151,7 @@ def plan(
     device_budget_bytes: float | None = None,
     host_budget_bytes: float | None = None,
     choices: Choices | None = None,
-    keep_activations: bool = False,
+    keep_activations: bool | None = None,
 ) -> Plan:
     """Pick the strategy with the shortest predicted step within the budgets.
 
@@ -166,7 +166,7 @@ def plan(
       host_budget_bytes: host memory that may be used; all of it by default.
       choices: what the user has decided already.
       keep_activations: instead of recomputing, keep weights and intermediate results of as many
-        layer chunks as fit.
+        layer chunks as fit; None: on devices with memory of their own.
 
     Raises:
       PlanError: the request is contradictory, or nothing fits. All limits are listed.
@@ -189,6 +189,8 @@ def plan(
         update_policy=update_policy,
         compute_dtype=compute_dtype,
     )
+    if keep_activations is None:
+        keep_activations = not hardware.unified_memory
     fitting, misfits = _sort_by_fit(job, families, keep_activations)
     if not fitting:
         raise PlanError(_nothing_fits(job, [memory for _, memory in misfits], choices))

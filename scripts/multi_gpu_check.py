@@ -209,8 +209,9 @@ class Check:
         )
         trainer = slidedp_jax.Trainer(
             self._model,
-            # Adam divides a gradient by its own size; eps keeps rounding residues from counting.
-            optax.adamw(1e-4, b1=0.9, b2=0.95, eps=1e-6, weight_decay=0.1),
+            # Adam divides a gradient by its own size. With eps near that size, residues of rounding
+            # count for no more than they are.
+            optax.adamw(1e-3, b1=0.9, b2=0.95, eps=1e-4, weight_decay=0.1),
             strategy=strategy,
             parameters=lambda write: bench_step.fill(self._model, write),
             max_grad_norm=self._limit,

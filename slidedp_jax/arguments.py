@@ -94,8 +94,8 @@ class TrainArguments:
     host_memory_budget: float | None = _setting("devices", "GiB of host memory", None)
     layers_per_chunk: int | None = _setting("devices", "planned by default", None)
     rows_per_microbatch: int | None = _setting("devices", "planned by default", None)
-    keep_activations: bool = _setting(
-        "devices", "recompute only the layers whose results do not fit the GPUs", False
+    keep_activations: bool | None = _setting(
+        "devices", "recompute only layers whose results do not fit; null: on GPUs", None
     )
     weight_route: WeightRoute | None = _setting("devices", "replicate or shard_all_gather", None)
     gradient_route: GradientRoute | None = _setting("devices", "reduce_scatter or host_sum", None)

@@ -79,6 +79,8 @@ class ComputePrograms:
     def _map(
         self, function: Callable[..., Any], inputs: Any, outputs: Any, donate: Sequence[int] = ()
     ) -> Callable[..., Any]:
+        if self.compute_dtype == jnp.float32:
+            function = _in_full_precision(function)
         mapped = jax.shard_map(
             function, mesh=self._mesh, in_specs=inputs, out_specs=outputs, check_vma=False
         )
@@ -248,3 +250,14 @@ class ComputePrograms:
             return self._model.embed_fn(merge(chosen, frozen), batch).astype(dx.dtype)
 
         return jax.vjp(lookup, chosen)[1](dx)[0]
+
+
+def _in_full_precision(function: Callable[..., Any]) -> Callable[..., Any]:
+    """On GPUs JAX multiplies float32 matrices in TF32, with a mantissa of 10 bits, by default."""
+
+    @functools.wraps(function)
+    def wrapped(*arguments: Any) -> Any:
+        with jax.default_matmul_precision("highest"):
+            return function(*arguments)
+
+    return wrapped

@@ -362,6 +362,7 @@ def open_trainer(
         max_grad_norm=None,
         kernel_form="whole",
         num_devices=num_devices,
+        inference_only=True,
     )
 
 

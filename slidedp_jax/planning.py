@@ -68,7 +68,7 @@ def plan_for(
     host_memory_budget_gib: float | None = None,
     update_policy: UpdatePolicy | None = None,
     choices: Choices | None = None,
-    keep_activations: bool = False,
+    keep_activations: bool | None = None,
     hardware: HardwareProfile | None = None,
 ) -> Plan:
     """The fastest strategy for this process's devices that fits the budgets.
@@ -87,7 +87,7 @@ def plan_for(
       update_policy: None: deferred with clipping, eager without.
       choices: what has been decided already; the search leaves it alone.
       keep_activations: instead of recomputing, keep weights and intermediate results of as many
-        layer chunks as fit.
+        layer chunks as fit; None: on GPUs.
       hardware: another machine; None means this one.
 
     Raises:

@@ -122,10 +122,22 @@ class GradientPath:
         if self.sums_on_host:
             return gradient.astype(self.wire_dtype), jnp.zeros(1, jnp.float32)
         if self._mesh.size > 1:
-            summed = gradient.astype(jnp.float32)
-            gradient = jax.lax.psum_scatter(summed, DATA_AXIS, tiled=True)
+            gradient = self._sum_scattered(gradient)
         wire = gradient.astype(self.wire_dtype)
         return wire, jnp.sum(jnp.square(wire.astype(jnp.float32)))[None]
+
+    def _sum_scattered(self, gradient: jax.Array) -> jax.Array:
+        """[n] on each device -> its share [n / G] of the sum in fp32.
+
+        What has been rounded for the wire already travels between the devices like that, which
+        costs nothing in precision and half the bytes of a reduce-scatter in fp32.
+        """
+        if gradient.dtype != self.wire_dtype or self.wire_dtype == jnp.float32:
+            wide = gradient.astype(jnp.float32)
+            return jax.lax.psum_scatter(wide, DATA_AXIS, tiled=True)
+        shares = gradient.reshape(self._mesh.size, -1)
+        received = jax.lax.all_to_all(shares, DATA_AXIS, split_axis=0, concat_axis=0)
+        return jnp.sum(received.astype(jnp.float32), axis=0)
 
     def send(self, wires: Sequence[jax.Array], layout: ChunkLayout) -> ArrivingGradient:
         """Start the copy to the host of what `to_wire` made of each trained part.

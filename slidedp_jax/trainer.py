@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models.streamed import Cache, CachedFn, StreamedModel
+from planner.pinned_pool import pool_regions
 from planner.strategy import Strategy
 from slidedp_jax.batch import PreparedBatch, prepare
 from slidedp_jax.chunk import ChunkLayout
@@ -30,6 +32,7 @@ from slidedp_jax.process import current_setup
 from slidedp_jax.routes import DATA_AXIS, ArrivingGradient, GradientPath, weight_path
 from slidedp_jax.step_guard import NonfinitePolicy, StepEnd, StepGuard
 from slidedp_jax.trace import Tracer
+from slidedp_jax.transfers import reserve_pinned
 from slidedp_jax.treatments import Treatments
 from slidedp_jax.update_kernel import KernelForm
 from slidedp_jax.weight_window import StreamedWeights, WeightSource
@@ -64,6 +67,7 @@ class Trainer:
         compilations, not correctness.
       kernel_form: form of the update kernel; None measures which is faster here.
       num_devices: compute devices to use, the first ones of this process; None means all.
+      inference_only: `step` will not be called, so no memory is page-locked for gradients.
       tracer: takes note of what each lane does.
 
     Raises:
@@ -89,12 +93,14 @@ class Trainer:
         documents_per_row: int = 1,
         kernel_form: KernelForm | None = None,
         num_devices: int | None = None,
+        inference_only: bool = False,
         tracer: Tracer | None = None,
     ):
         self.strategy = strategy
         self.model = model
         self.step_count = 0
         self._closed = False
+        self._inference_only = inference_only
         self._documents_per_row = documents_per_row
         self._seed = seed
         self._tracer = tracer or Tracer()
@@ -111,7 +117,11 @@ class Trainer:
         frozen_chunks = [n for n, layout in enumerate(layouts) if not layout.trained_parts]
         self._fences = Fences(len(layouts), frozen=frozen_chunks)
         self.store = self._make_store(layouts, host_devices, treatments)
-        self._write_parameters(parameters, seed)
+        with ThreadPoolExecutor(1) as pool:
+            # Page-locking is the driver's work and goes on beside the reading of the weights.
+            reserved = pool.submit(reserve_pinned, self._gradient_regions(), self._devices[0])
+            self._write_parameters(parameters, seed)
+            reserved.result()
         updates = PartUpdates(
             treatments, self.store, block_size=strategy.block_size, form=kernel_form
         )
@@ -147,6 +157,21 @@ class Trainer:
             [optimizer.state_dtypes for optimizer in treatments.optimizers],
             compute_device=self._devices[0],
             upload_low=self.strategy.compute_dtype == "float32",
+        )
+
+    def _gradient_regions(self) -> tuple[int, ...]:
+        """Page-locked regions that hold the gradients of one step."""
+        if self._inference_only:
+            return ()
+        strategy, count = self.strategy, len(self._devices)
+        copies, share = (count, 1) if strategy.gradient_route == "host_sum" else (1, count)
+        return pool_regions(
+            [
+                part.padded_size * strategy.gradient_bytes / share
+                for layout in reversed(self.store.layouts)
+                for part in layout.trained_parts
+                for _ in range(copies * share)
+            ]
         )
 
     def _make_pipeline(self, layouts: Sequence[ChunkLayout], layer_fns: Sequence[Any]) -> None:
@@ -189,9 +214,11 @@ class Trainer:
         Returns as soon as everything has been issued; updates run on beside the next step.
 
         Raises:
-          UserError: the batch does not fit the model.
+          UserError: the batch does not fit the model, or the trainer is for inference only.
           TrainingStopped: an update failed or a gradient was not finite.
         """
+        if self._inference_only:
+            raise UserError("the trainer was made with inference_only=True, so it cannot train")
         prepared = self.prepare(batch, training=True)
         step = self.step_count + 1
         self.weights.require(self.step_count)

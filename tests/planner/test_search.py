@@ -199,16 +199,22 @@ def test_a_profile_without_clipping_is_faster_where_the_update_is_slow():
     assert deferred.exposed_s["host_update"] > eager.exposed_s["host_update"]
 
 
+def test_the_cpu_backend_keeps_activations_only_when_asked():
+    batch, hardware = BatchShape(num_rows=8, seq_length=64), named_hardware("cpu")
+    model = Workload.from_config(named_config("tiny"))
+    assert plan(model, batch, hardware).strategy.kept_chunks == 0
+    assert plan(model, batch, hardware, keep_activations=True).strategy.kept_chunks > 0
+
+
 def test_keeping_activations_fills_the_budget_and_saves_the_recomputation():
     hardware = named_hardware("h200")
     batch = BatchShape(num_rows=8, seq_length=4096)
-    recomputing = plan(QWEN3_4B, batch, hardware).chosen
+    recomputing = plan(QWEN3_4B, batch, hardware, keep_activations=False).chosen
+    assert recomputing.strategy.kept_chunks == 0
     last = 0
     for gib in (24, 48, 96, 141):
         budget = min(gib * GIB, hardware.device_memory_bytes)
-        chosen = plan(
-            QWEN3_4B, batch, hardware, device_budget_bytes=budget, keep_activations=True
-        ).chosen
+        chosen = plan(QWEN3_4B, batch, hardware, device_budget_bytes=budget).chosen
         kept = chosen.strategy.kept_chunks * chosen.strategy.layers_per_chunk
         assert kept >= last
         assert chosen.memory.device_bytes <= budget

@@ -125,16 +125,17 @@ def test_whole_parameter_state_is_saved_and_restored_into_other_chunks(name, tmp
     with start(1, 4, 0) as it:
         it.step(rows[0])
         path = save(it, tmp_path, {})
+        saved = [it.parameters(), *optimizer_state(it.store)]
         it.step(rows[1])
-        expected, state = it.parameters(), optimizer_state(it.store)
+        expected = it.parameters()
         sizes = sum(leaf.nbytes for leaves in it.store.whole_state.values() for leaf in leaves)
         flat = sum(array.nbytes for part in it.store.parts for array in part.arrays)
         assert sizes > 0 and it.store.owned_bytes == sizes + flat
     with start(2, 2, 1) as it:
         assert restore(it, path).step == 1
-        it.step(rows[1])
-        assert {k: v.tobytes() for k, v in it.parameters().items()} == {
-            k: v.tobytes() for k, v in expected.items()
-        }
-        for got, wanted in zip(optimizer_state(it.store), state, strict=True):
+        for got, wanted in zip([it.parameters(), *optimizer_state(it.store)], saved, strict=True):
             assert all(got[key].tobytes() == wanted[key].tobytes() for key in wanted)
+        it.step(rows[1])
+        for key, values in it.parameters().items():
+            moved = np.abs(expected[key] - saved[0][key]).max()
+            np.testing.assert_allclose(values, expected[key], rtol=0, atol=0.01 * max(RATE, moved))
