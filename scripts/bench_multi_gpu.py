@@ -57,6 +57,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--check-model", default="qwen3-0.6b")
     parser.add_argument("--check-layers", type=int, default=3)
+    parser.add_argument("--check-dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--check-seq", type=int, default=512)
     parser.add_argument("--soak-steps", type=int, default=200)
     parser.add_argument("--pinned-gib-per-device", type=int, default=32)
@@ -137,6 +138,7 @@ def jobs(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 "model": args.check_model,
                 "layers": args.check_layers,
                 "seq": args.check_seq,
+                "dtypes": args.check_dtypes,
                 "soak_steps": args.soak_steps,
                 "num_devices": args.num_devices,
                 "pinned_limit_gib": args.pinned_gib_per_device * most,

@@ -65,7 +65,7 @@ def main() -> None:
         pinned_limit_gib=job["pinned_limit_gib"],
     )
     check = Check(job, setup.num_host_devices, max(counts))
-    for dtype in ("float32", "bfloat16"):
+    for dtype in job["dtypes"]:
         reference = check.train(1, dtype=dtype)
         for count in counts:
             for weight_route, gradient_route in ROUTES:

@@ -24,6 +24,9 @@ from multi_gpu_speed import random_batch, shortened
 
 import slidedp_jax
 
+PIECE = 64 << 20
+"""Bytes of which the last device is filled; twice that stays free."""
+
 LIMIT_S = 90.0
 """A fault that has not surfaced by then counts as a hang."""
 
@@ -122,13 +125,9 @@ class Faults:
         import jax
 
         trainer.wait()
-        hoard, size = [], 1 << 30
-        while size >= 1 << 20:
-            try:
-                taken = jax.numpy.zeros(size, "int8", device=self._devices[-1])
-                hoard.append(jax.block_until_ready(taken))
-            except jax.errors.JaxRuntimeError:
-                size //= 2
+        device, hoard = self._devices[-1], []
+        while (stats := device.memory_stats())["bytes_limit"] - stats["bytes_in_use"] > 2 * PIECE:
+            hoard.append(jax.block_until_ready(jax.numpy.zeros(PIECE, "int8", device=device)))
         for _ in range(3):
             trainer.step(batch)
         trainer.wait()

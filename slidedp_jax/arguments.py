@@ -20,6 +20,7 @@ from typing import Any, Literal
 import yaml
 
 from planner.strategy import GradientRoute, WeightRoute
+from slidedp_jax.compilation_cache import AUTO
 from slidedp_jax.data.example_settings import Keep, LossOn, OverLong
 from slidedp_jax.errors import UserError
 
@@ -99,6 +100,9 @@ class TrainArguments:
     )
     weight_route: WeightRoute | None = _setting("devices", "replicate or shard_all_gather", None)
     gradient_route: GradientRoute | None = _setting("devices", "reduce_scatter or host_sum", None)
+    compilation_cache: str | None = _setting(
+        "devices", "folder for compiled programs, null for none; auto: user's cache, on GPUs", AUTO
+    )
     hardware: str | None = _setting("devices", "with dry_run: plan for this machine", None)
     dry_run: bool = _setting("devices", "check everything, print the plan, stop", False)
 

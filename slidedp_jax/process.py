@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from planner.candidates import default_num_host_devices
+from slidedp_jax.compilation_cache import AUTO, cache_folder
 
 if TYPE_CHECKING:
     import jax
@@ -82,7 +83,7 @@ def configure(
     num_host_devices: int | None = None,
     device_memory_fraction: float = 0.92,
     pinned_limit_gib: int | None = None,
-    compilation_cache: str | None = None,
+    compilation_cache: str | None = AUTO,
 ) -> ProcessSetup:
     """Fix platforms, CPU devices, XLA flags and memory limits; the first line of a script.
 
@@ -94,7 +95,8 @@ def configure(
         to copies and dispatch. Rounded up to a multiple of the devices.
       device_memory_fraction: share of GPU memory that JAX reserves at its start.
       pinned_limit_gib: cap of JAX's pinned host pool (gradients in flight); None: most of the RAM.
-      compilation_cache: folder of JAX's persistent compilation cache; None leaves JAX's setting.
+      compilation_cache: folder where compiled programs are kept for the next run; None leaves JAX's
+        setting, "auto" is a folder in the user's cache on GPUs (`slidedp_jax.compilation_cache`).
 
     Returns:
       The set-up; a second call with the same arguments returns it again.
@@ -134,8 +136,9 @@ def configure(
 
     jax.config.update("jax_platforms", "cuda,cpu" if resolved == "cuda" else "cpu")
     jax.config.update("jax_num_cpu_devices", host + (group if resolved == "cpu" else 0))
-    if compilation_cache is not None:
-        jax.config.update("jax_compilation_cache_dir", compilation_cache)
+    folder = cache_folder(compilation_cache, resolved)
+    if folder is not None:
+        jax.config.update("jax_compilation_cache_dir", folder)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     _setup = wanted
     return wanted

@@ -25,6 +25,7 @@ _MAY_CHANGE = frozenset(
         "device_memory_budget",
         "keep_activations",
         "host_memory_budget",
+        "compilation_cache",
         "layers_per_chunk",
         "rows_per_microbatch",
         "weight_route",

@@ -74,6 +74,7 @@ def _configure(args: TrainArguments) -> Any:
             num_devices=args.num_devices if args.device_ids is None else None,
             device_ids=args.device_ids,
             num_host_devices=args.num_host_devices,
+            compilation_cache=args.compilation_cache,
         )
     except (ValueError, RuntimeError) as error:
         raise UserError(str(error)) from error

@@ -11,6 +11,7 @@ import pytest
 from streamed_training import small_config, strategy, trainer
 
 from slidedp_jax import UserError
+from slidedp_jax.compilation_cache import cache_folder
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -169,3 +170,31 @@ def test_device_counts_that_do_not_fit_the_process_are_refused():
         build(3, num_host_devices=8)
     with pytest.raises(UserError, match="over 16 host devices; this process has 8"):
         build(8, num_host_devices=16)
+
+
+def test_compiled_programs_are_kept_in_the_users_cache_on_gpus(monkeypatch, tmp_path):
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = pathlib.Path(cache_folder("auto", "cuda"))
+    assert folder.parent == tmp_path / "slidedp_jax" and folder.name.startswith("compiled-")
+    assert cache_folder("auto", "cpu") is None
+    assert cache_folder("/here", "cpu") == "/here"
+    assert cache_folder(None, "cuda") is None
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/mine")
+    assert cache_folder("auto", "cuda") is None
+
+
+def test_a_named_folder_keeps_programs_for_the_next_process(tmp_path):
+    code = (
+        "import slidedp_jax, jax\n"
+        f"slidedp_jax.configure(platform='cpu', compilation_cache={str(tmp_path)!r})\n"
+        "jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)\n"
+        "from jax._src import monitoring\n"
+        "events = []\n"
+        "monitoring.register_event_listener(lambda name, **_: events.append(name))\n"
+        "jax.jit(lambda x: x @ x)(jax.numpy.ones((64, 64)))\n"
+        "print(sum('cache_hits' in name for name in events))"
+    )
+    first, second = (run(code) for _ in range(2))
+    assert int(first.stdout) == 0, first.stderr
+    assert int(second.stdout) > 0, second.stderr
