@@ -213,8 +213,10 @@ class _Costs:
             unpack_s += weight_bytes * remote / hardware.gather_bytes_per_s
         pack_s = self._memory_s(2.0 * gradient_bytes)
         summands, upload_bytes, download_bytes = 1, weight_bytes, gradient_bytes
+        pieces = strategy.num_host_devices
         if strategy.weight_route == "shard_all_gather":
             upload_bytes /= num_devices
+            pieces //= num_devices
         if strategy.gradient_route == "reduce_scatter":
             # Sums over microbatches travel between the devices in fp32.
             summed_bytes = strategy.gradient_bytes if strategy.num_microbatches == 1 else 4
@@ -231,7 +233,7 @@ class _Costs:
             forward_s=forward_s if is_head else forward_s + unpack_s,
             backward_s=backward_s + pack_s + (0.0 if reuses_weights and not is_head else unpack_s),
             executed_flops=flops,
-            upload_s=hardware.h2d.seconds(upload_bytes),
+            upload_s=hardware.h2d.seconds(upload_bytes) + (pieces - 1) * hardware.copy_gap_s,
             upload_bytes=upload_bytes,
             download_s=hardware.d2h.seconds(download_bytes),
             download_bytes=download_bytes,

@@ -231,10 +231,10 @@ def dispatch_table(entries: list[dict[str, Any]]) -> str:
         return entry["weight_route"], entry["gradient_route"], entry["tokens_per_device"]
 
     for key, group in itertools.groupby(sorted(entries, key=routes), routes):
-        points = {e["num_devices"]: sum(e["dispatch_ms_per_visit"].values()) for e in group}
+        points = {e["num_devices"]: e["dispatch_ms_per_visit"] for e in group}
         alone = [e for e in entries if e["num_devices"] == 1 and routes(e)[2] == key[2]]
         for entry in alone:  # one device has no routes: its point belongs to all of them
-            points.setdefault(1, sum(entry["dispatch_ms_per_visit"].values()))
+            points.setdefault(1, entry["dispatch_ms_per_visit"])
         compute = [
             statistics.median(e["resident_s"]) / e["visits"] * 1e3
             for e in entries

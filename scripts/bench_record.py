@@ -19,12 +19,21 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 def record(packages: Sequence[str] = ("jax",), **more: Any) -> dict[str, Any]:
     """The head of a result file; `packages` are named with their versions."""
     return {
-        "command": " ".join(["python", *sys.argv]),
+        "command": command(),
         "commit": commit(),
         "date": datetime.date.today().isoformat(),
         "machine": machine(packages),
         **more,
     }
+
+
+def command() -> str:
+    """The command line; of the output only the name, since its folder belongs to one machine."""
+    words = ["python", *sys.argv]
+    if "--out" in words[:-1]:
+        out = words.index("--out") + 1
+        words[out] = pathlib.Path(words[out]).name
+    return " ".join(words)
 
 
 def save(out: pathlib.Path | None, record: dict[str, Any]) -> None:

@@ -241,9 +241,10 @@ class ComputePasses:
         return seconds
 
     def streamed(self, repeats: int) -> tuple[list[float], list[float]]:
-        """Seconds per pass until the last gradient is on the host, and seconds of dispatch.
+        """Seconds per pass until the last gradient is on the host, and those of dispatch.
 
-        The first pass compiles what is new, and has no seconds of dispatch.
+        Dispatch is the CPU time of this thread, which issues everything: waits do not count. The
+        first pass compiles what is new, and has no seconds of dispatch.
         """
         trainer = self._trainer
         trainer.wait()
@@ -255,11 +256,11 @@ class ComputePasses:
                 arriving.append(trainer.send(chunk, wire))
 
             trainer.weights.require(trainer.step_count)
-            start = time.perf_counter()
+            start, busy = time.perf_counter(), time.thread_time()
             trainer.forward_backward(trainer.weights, self._prepared, send)
-            dispatch.append(time.perf_counter() - start)
-            for gradient in arriving:
-                gradient.wait()
+            dispatch.append(time.thread_time() - busy)
+            while arriving:  # none may be held when the next pass makes its own
+                arriving.pop(0).wait()
             seconds.append(time.perf_counter() - start)
         return seconds, dispatch[1:]
 

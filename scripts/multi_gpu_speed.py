@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import statistics
 import sys
 import time
 from typing import Any
@@ -40,7 +41,7 @@ def main() -> None:
     facts["owned_bytes_per_parameter"] = trainer.store.owned_bytes / trainer.store.num_parameters
     for tokens in job["tokens_per_device"]:
         batch = random_batch(config, tokens * job["num_devices"] // job["seq"], job["seq"])
-        result = compute_passes(job, trainer, tracer, batch)
+        result = compute_passes(job, trainer, batch)
         report({"tokens_per_device": tokens, **facts, **result, **memory()})
         if tokens in job["full_tokens"]:
             steps = argparse.Namespace(steps=job["steps"])
@@ -107,32 +108,24 @@ def random_batch(config: Any, rows: int, seq: int) -> dict[str, Any]:
     return {"input_ids": ids, "labels": ids}
 
 
-def compute_passes(
-    job: dict[str, Any], trainer: Any, tracer: Any, batch: dict[str, Any]
-) -> dict[str, Any]:
+def compute_passes(job: dict[str, Any], trainer: Any, batch: dict[str, Any]) -> dict[str, Any]:
     """Streamed and resident passes, bytes moved by one pass, and Python's share per chunk.
 
-    A *visit* is a chunk that computes forward or backward. The time of dispatch per visit is the
-    sum of the tracer's spans of uploads, programs and downloads: Python's work, without its waits.
+    A *visit* is a chunk that computes forward or backward.
     """
     moved = count_bytes(trainer, batch)
     passes = bench_step.ComputePasses(trainer, batch)
     passes.streamed(0)  # compiles
-    tracer.spans.clear()
-    (_, *streamed), issue = passes.streamed(job["repeats"])
-    dispatch_s = {lane: tracer.busy_s(lane) for lane in ("h2d", "compute", "d2h")}
+    (_, *streamed), dispatch = passes.streamed(job["repeats"])
     _, *resident = passes.resident(job["repeats"])
     visits = 2 * len(trainer.store.layouts)
-    num_passes = job["repeats"] + 1
     return {
         **moved,
         "streamed_s": streamed,
         "resident_s": resident,
-        "streamed_issue_s": issue,
+        "streamed_dispatch_s": dispatch,
         "visits": visits,
-        "dispatch_ms_per_visit": {
-            lane: seconds / num_passes / visits * 1e3 for lane, seconds in dispatch_s.items()
-        },
+        "dispatch_ms_per_visit": statistics.median(dispatch) / visits * 1e3,
     }
 
 

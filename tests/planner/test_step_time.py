@@ -28,6 +28,7 @@ def _hardware(**changes) -> HardwareProfile:
         "duplex_bytes_per_s": FREE,
         "host_memory_bytes_per_s": FREE,
         "host_update_params_per_s": FREE,
+        "copy_gap_s": 0.0,
     }
     return replace(named_hardware("h200"), **(base | changes))
 
@@ -103,9 +104,9 @@ def test_routes_share_the_copies_and_pay_for_collectives():
     assert whole.update_bytes == 3 * (24 + 3 * 2)
     shared = durations("shard_all_gather", "reduce_scatter")
     assert (shared.upload_s, shared.download_s) == (pytest.approx(1), pytest.approx(1))
-    # 6 bytes of weights, two thirds from the others, at 3 bytes/s; 12 bytes of fp32 gradients.
+    # 6 bytes of weights, two thirds from the others, at 3 bytes/s; as many of bf16 gradients.
     assert shared.forward_s == pytest.approx(4 / 3)
-    assert shared.backward_s == pytest.approx(4 / 3 + 8 / 3)
+    assert shared.backward_s == pytest.approx(4 / 3 + 4 / 3)
     assert shared.update_bytes == 3 * (24 + 2)
 
 
