@@ -204,34 +204,20 @@ class _Costs:
         stays: bool = False,
     ) -> ChunkDurations:
         """Adds what depends on the chunk's size only: unpacking, collectives, copies, update."""
-        strategy, hardware, num_devices = self._strategy, self._hardware, self._hardware.num_devices
-        size = float(chunk.padded_parameters)
-        weight_bytes, gradient_bytes = strategy.upload_bytes * size, strategy.gradient_bytes * size
-        remote = (num_devices - 1) / num_devices
-        unpack_s = self._memory_s(weight_bytes + strategy.compute_bytes * size)
-        if strategy.weight_route == "shard_all_gather":
-            unpack_s += weight_bytes * remote / hardware.gather_bytes_per_s
-        pack_s = self._memory_s(2.0 * gradient_bytes)
-        summands, upload_bytes, download_bytes = 1, weight_bytes, gradient_bytes
-        pieces = strategy.num_host_devices
-        if strategy.weight_route == "shard_all_gather":
-            upload_bytes /= num_devices
-            pieces //= num_devices
-        if strategy.gradient_route == "reduce_scatter":
-            # Sums over microbatches travel between the devices in fp32.
-            summed_bytes = strategy.gradient_bytes if strategy.num_microbatches == 1 else 4
-            pack_s += summed_bytes * size * remote / hardware.gather_bytes_per_s
-            download_bytes /= num_devices
-        else:
-            summands = num_devices
+        hardware, size = self._hardware, float(chunk.padded_parameters)
+        unpack_s, upload_bytes, pieces = self._upload(size)
+        pack_s, download_bytes, summands = self._download(size)
         is_head = chunk is self._chunks.head
-        reuses_weights = is_head or stays or chunk is self._chunks.embed
+        reuses_weights = stays or chunk is self._chunks.embed
+        # The devices wait for Python where it needs longer to issue the work than they to do it.
+        dispatch_s = hardware.visit_dispatch_s + pieces * self._upload_call_s()
         state_bytes = MASTER_BYTES + self._optimizer_state_bytes
         adamw_bytes = 2.0 * (MASTER_BYTES + ADAMW_STATE_BYTES) + 2.0
-        update_bytes = size * (2.0 * state_bytes + summands * strategy.gradient_bytes)
+        update_bytes = size * (2.0 * state_bytes + summands * self._strategy.gradient_bytes)
+        backward_s += pack_s + (0.0 if reuses_weights else unpack_s)
         return ChunkDurations(
-            forward_s=forward_s if is_head else forward_s + unpack_s,
-            backward_s=backward_s + pack_s + (0.0 if reuses_weights and not is_head else unpack_s),
+            forward_s=0.0 if is_head else max(forward_s + unpack_s, dispatch_s),
+            backward_s=max(backward_s, hardware.visit_dispatch_s if reuses_weights else dispatch_s),
             executed_flops=flops,
             upload_s=hardware.h2d.seconds(upload_bytes) + (pieces - 1) * hardware.copy_gap_s,
             upload_bytes=upload_bytes,
@@ -242,3 +228,34 @@ class _Costs:
             update_bytes=update_bytes,
             stays=stays,
         )
+
+    def _upload(self, size: float) -> tuple[float, float, int]:
+        """Seconds of unpacking, bytes that each device pulls, and in how many pieces."""
+        strategy, hardware = self._strategy, self._hardware
+        num_bytes, pieces = strategy.upload_bytes * size, strategy.num_host_devices
+        unpack_s = self._memory_s(num_bytes + strategy.compute_bytes * size)
+        if strategy.weight_route == "replicate":
+            return unpack_s, num_bytes, pieces
+        unpack_s += num_bytes * self._remote() / hardware.gather_bytes_per_s
+        return unpack_s, num_bytes / hardware.num_devices, pieces // hardware.num_devices
+
+    def _download(self, size: float) -> tuple[float, float, int]:
+        """Seconds of packing and summing, bytes that each device sends, summands on the host."""
+        strategy, hardware = self._strategy, self._hardware
+        num_bytes = strategy.gradient_bytes * size
+        pack_s = self._memory_s(2.0 * num_bytes)
+        if strategy.gradient_route == "host_sum":
+            return pack_s, num_bytes, hardware.num_devices
+        # Sums over microbatches travel between the devices in fp32.
+        summed_bytes = strategy.gradient_bytes if strategy.num_microbatches == 1 else 4
+        pack_s += summed_bytes * size * self._remote() / hardware.gather_bytes_per_s
+        return pack_s, num_bytes / hardware.num_devices, 1
+
+    def _remote(self) -> float:
+        """Share of an array that lies on other devices."""
+        return (self._hardware.num_devices - 1) / self._hardware.num_devices
+
+    def _upload_call_s(self) -> float:
+        """Python's time for one piece of an upload, which starts the copies to all devices."""
+        hardware = self._hardware
+        return hardware.upload_call_s + hardware.num_devices * hardware.upload_call_per_device_s

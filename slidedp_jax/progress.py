@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import pathlib
 import sys
+import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import psutil
 
 _COLUMNS = ("loss", "grad_norm", "learning_rate", "tokens_per_second")
@@ -92,3 +95,40 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
         self._stream.close()
+
+
+class LoadProgress:
+    """Says how far the loading of a large model is, every few seconds.
+
+    Args:
+      write: what a parameter is handed on to, from any thread.
+      num_parameters: of all arrays together.
+      every_s: seconds between lines.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[str, np.ndarray], None],
+        num_parameters: int,
+        *,
+        every_s: float = 5.0,
+    ):
+        self._write = write
+        self._total = num_parameters
+        self._every_s = every_s
+        self._lock = threading.Lock()
+        self._done = 0
+        self._start = self._last = time.perf_counter()
+
+    def __call__(self, name: str, values: np.ndarray) -> None:
+        """Hand on one parameter."""
+        self._write(name, values)
+        with self._lock:
+            self._done += values.size
+            now = time.perf_counter()
+            if now - self._last < self._every_s:
+                return
+            self._last = now
+            share = self._done / self._total
+            text = f"weights: {share:.0%} of {self._total / 1e9:.1f} G parameters"
+            print(f"{text}, {now - self._start:.0f} s", flush=True)

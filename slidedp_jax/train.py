@@ -153,12 +153,19 @@ class _Run:
     def _trainer(self, kernel_form: Any, *, load: bool) -> Any:
         from models.decoder import build
         from models.hf_load import load_parameters
+        from slidedp_jax.progress import LoadProgress
         from slidedp_jax.schedule import adamw
         from slidedp_jax.trainer import Trainer
 
         args, inputs, strategy = self._args, self._inputs, self._plan.strategy
         start = time.perf_counter()
         shapes = inputs.config.parameter_shapes()
+
+        def read_weights(write: Any) -> None:
+            if load:
+                counted = LoadProgress(write, inputs.config.num_parameters)
+                load_parameters(inputs.folder, shapes, counted)
+
         trainer = Trainer(
             build(
                 inputs.config,
@@ -167,9 +174,7 @@ class _Run:
             ),
             adamw(args, inputs.num_steps),
             strategy=strategy,
-            parameters=lambda write: (
-                load_parameters(inputs.folder, shapes, write) if load else None
-            ),
+            parameters=read_weights,
             frozen=args.freeze,
             ema_decay=args.ema_decay,
             max_grad_norm=args.clip,

@@ -29,6 +29,9 @@ def _hardware(**changes) -> HardwareProfile:
         "host_memory_bytes_per_s": FREE,
         "host_update_params_per_s": FREE,
         "copy_gap_s": 0.0,
+        "visit_dispatch_s": 0.0,
+        "upload_call_s": 0.0,
+        "upload_call_per_device_s": 0.0,
     }
     return replace(named_hardware("h200"), **(base | changes))
 
