@@ -38,6 +38,8 @@ class Strategy:
       weight_slots: layer chunks whose weights a device may hold at once.
       kept_chunks: top layer chunks whose weights and intermediate results stay on the device from
         forward to backward; the others are uploaded again and recomputed.
+      resident_chunks: lowest chunks, the embedding among them, whose training state stays on the
+        devices, each with its share, and is updated there.
       loss_chunk_tokens: tokens whose logits exist at once.
       compute_dtype: dtype of forward and backward.
       num_host_devices: CPU devices over which the state is sharded, K; a multiple of the number of
@@ -54,6 +56,7 @@ class Strategy:
     prefetch_depth: int = 1
     weight_slots: int = 3
     kept_chunks: int = 0
+    resident_chunks: int = 0
     loss_chunk_tokens: int = 1024
     compute_dtype: ComputeDtype = "bfloat16"
     num_host_devices: int = 1
@@ -64,13 +67,20 @@ class Strategy:
         for name in _COUNTS:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1.")
-        if self.kept_chunks < 0:
-            raise ValueError(f"kept_chunks is {self.kept_chunks}; it must be at least 0.")
+        for name in ("kept_chunks", "resident_chunks"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0.")
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(
                     f"{name} is {getattr(self, name)!r}; allowed: {', '.join(allowed)}."
                 )
+        if self.resident_chunks and self.gradient_route != "reduce_scatter":
+            raise ValueError(
+                f"resident_chunks is {self.resident_chunks} with gradient_route "
+                f"{self.gradient_route!r}; state on the devices is updated from gradients that the "
+                "devices sum, so use 'reduce_scatter', or resident_chunks 0."
+            )
         if self.weight_slots < self.prefetch_depth + SLOTS_BESIDE_PREFETCH:
             raise ValueError(
                 f"weight_slots is {self.weight_slots} with prefetch_depth {self.prefetch_depth}; "

@@ -45,6 +45,23 @@ class Slot:
         return math.prod(self.shape)
 
 
+def spans(offset: int, size: int, piece_size: int) -> Iterator[tuple[int, slice, slice]]:
+    """(piece, slice within the piece, slice within the range) that cover a range of a flat array.
+
+    Args:
+      offset: first element of the range.
+      size: elements of the range.
+      piece_size: elements of each piece of the array.
+    """
+    start, end = offset, offset + size
+    while start < end:
+        piece, inner = divmod(start, piece_size)
+        length = min(end - start, piece_size - inner)
+        outer = start - offset
+        yield piece, slice(inner, inner + length), slice(outer, outer + length)
+        start += length
+
+
 @dataclass(frozen=True, kw_only=True)
 class FlatLayout:
     """Layout of one part of a chunk, a flat array.
@@ -85,15 +102,9 @@ class FlatLayout:
         """Elements that are parameters."""
         return sum(slot.size for slot in self.slots)
 
-    def spans(self, slot: Slot) -> Iterator[tuple[int, slice, slice]]:
-        """(piece, slice within the piece, slice within the parameter) that cover a slot."""
-        start, end = slot.offset, slot.offset + slot.size
-        while start < end:
-            piece, inner = divmod(start, self.piece_size)
-            length = min(end - start, self.piece_size - inner)
-            outer = start - slot.offset
-            yield piece, slice(inner, inner + length), slice(outer, outer + length)
-            start += length
+    def spans(self, offset: int, size: int) -> Iterator[tuple[int, slice, slice]]:
+        """(piece, slice within the piece, slice within the range) that cover a range."""
+        return spans(offset, size, self.piece_size)
 
     def cut(self, flat: jax.Array) -> list[jax.Array]:
         """Flat [padded_size] -> its parameters; for use inside a trace."""
@@ -125,12 +136,14 @@ class ChunkLayout:
       parts: its flat arrays, a frozen one last.
       trees: the tree structure of each stage.
       leaf_parts: for each leaf of the stages' trees, the part in which it lies.
+      resident: whether its state stays on the compute devices.
     """
 
     name: str
     parts: tuple[FlatLayout, ...]
     trees: tuple[Any, ...]
     leaf_parts: tuple[int, ...]
+    resident: bool = False
 
     @property
     def trained_parts(self) -> tuple[FlatLayout, ...]:
@@ -170,7 +183,7 @@ class ChunkLayout:
             )
             for part in self.parts
         )
-        return (parts, self.trees, self.leaf_parts)
+        return (parts, self.trees, self.leaf_parts, self.resident)
 
     def unpack(self, flats: Sequence[jax.Array]) -> tuple[Any, ...]:
         """One flat array per part -> one tree of parameters per stage; for use inside a trace."""

@@ -20,7 +20,7 @@ from models.streamed import Cache, CachedFn, StreamedModel
 from slidedp_jax.chunk import ChunkLayout, Trained
 from slidedp_jax.chunk_trace import LayerFns, accumulate, apply_layers, choose, merge
 from slidedp_jax.kept import KeptPrograms
-from slidedp_jax.routes import DATA_AXIS, GradientPath, WeightPath
+from slidedp_jax.routes import DATA_AXIS, GradientPath, ShardAllGather, WeightPath
 from slidedp_jax.split_float import join
 
 _ROWS, _SAME = PartitionSpec(DATA_AXIS), PartitionSpec()
@@ -58,6 +58,8 @@ class ComputePrograms:
         self._model = model
         self._mesh = mesh
         self._weights = weights
+        # State that stays on the devices lies there in shares.
+        self._resident_weights = ShardAllGather(mesh)
         self._gradients = gradients
         self.compute_dtype = jnp.dtype(compute_dtype)
         # Caches of this object, not of its class, which would keep every program for ever.
@@ -95,15 +97,16 @@ class ComputePrograms:
         """Fetched arrays of a chunk -> one parameter tree per stage, in the compute dtype."""
         program = self._unpack.get(layout.signature)
         if program is None:
+            path = self._resident_weights if layout.resident else self._weights
 
             def part(fields: Any) -> jax.Array:
-                flats = [self._weights.assemble(field) for field in fields]
+                flats = [path.assemble(field) for field in fields]
                 return join(*flats) if len(flats) == 2 else flats[0]
 
             def body(arrays: Any) -> Any:
                 return layout.unpack([part(fields) for fields in arrays])
 
-            program = self._map(body, (self._weights.spec,), _SAME)
+            program = self._map(body, (path.spec,), _SAME)
             self._unpack[layout.signature] = program
         return program(arrays)
 

@@ -1,11 +1,13 @@
-"""The host update: one thread that turns arriving gradients into committed chunk versions.
+"""The update thread: turns arriving gradients into committed chunk versions.
 
 *Deferred*: gradients wait until the norm over all of them is known, then chunks are updated in the
 order in which the next forward needs them, beside that forward. *Eager* (no clipping): a chunk is
 updated as soon as its gradient has arrived, the lowest waiting chunk first. Both run one kernel.
 
-Two updates are in flight: while the host devices work on one chunk, the thread prepares and hands
-over the next, so no device waits for Python or for the slowest of the others.
+A resident chunk is committed as soon as the compute devices have been given its update, since they
+keep the order of their work. Of the others two are in flight: while the host devices work on one
+chunk, the thread prepares and hands over the next, so no device waits for Python or for the slowest
+of the others.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from slidedp_jax.errors import TrainingStopped
 from slidedp_jax.fences import Fences
 from slidedp_jax.host_store import HostStore
 from slidedp_jax.part_updates import PartUpdates, StepScalars
-from slidedp_jax.routes import ArrivingGradient
+from slidedp_jax.routes import Gradient
 from slidedp_jax.step_guard import StepEnd, StepGuard
 from slidedp_jax.trace import Tracer
 
@@ -99,7 +101,7 @@ class HostOptimizer:
         self._condition = threading.Condition()
         self._jobs: list[tuple[int, int]] = []
         self._running: collections.deque[_RunningUpdate] = collections.deque()
-        self._gradients: dict[tuple[int, int], ArrivingGradient] = {}
+        self._gradients: dict[tuple[int, int], Gradient] = {}
         self._ends: dict[int, tuple[StepEnd, Future[StepUpdate]]] = {}
         self._squares: dict[tuple[int, int], np.ndarray] = {}
         self._norm = 0.0
@@ -110,7 +112,7 @@ class HostOptimizer:
         self._thread = threading.Thread(target=self._run, name="host_update", daemon=True)
         self._thread.start()
 
-    def submit(self, step: int, chunk: int, gradient: ArrivingGradient) -> None:
+    def submit(self, step: int, chunk: int, gradient: Gradient) -> None:
         """Hand over the gradient of a chunk; `step` counts from 1."""
         with self._condition:
             self._gradients[step, chunk] = gradient
@@ -258,9 +260,12 @@ class HostOptimizer:
             running = _RunningUpdate(step=step, chunk=chunk, finish=[])
             self._running.append(running)
             for part, gradients in zip(trained, summands, strict=True):
-                running.finish.append(
-                    self._updates.start(part, gradients, self._scalars, norm, self._max_norm)
-                )
+                finish = self._updates.start(part, gradients, self._scalars, norm, self._max_norm)
+                if finish is not None:
+                    running.finish.append(finish)
+        if self._store.layouts[chunk].resident:
+            self._running.remove(running)
+            self._fences.commit(chunk, step)
 
     def _finish(self) -> None:
         """Wait for the oldest running update and commit it."""
@@ -302,7 +307,7 @@ def _global_norm(squares: Sequence[Any]) -> np.float32:
     return np.float32(np.sqrt(sum(float(np.sum(np.asarray(s, np.float64))) for s in squares)))
 
 
-def _first_nonfinite(layout: ChunkLayout, gradient: ArrivingGradient) -> str | None:
+def _first_nonfinite(layout: ChunkLayout, gradient: Gradient) -> str | None:
     """Name of the first parameter of a chunk, in model order, whose gradient is not finite."""
     bad = set()
     for part, summands in zip(layout.trained_parts, gradient.summands(), strict=True):

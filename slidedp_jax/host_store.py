@@ -21,10 +21,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from slidedp_jax.chunk import FROZEN, ChunkLayout, FlatLayout, Slot
+from slidedp_jax.device_state import DevicePartState
 from slidedp_jax.page_lock import PageLock, raw_view
 from slidedp_jax.split_float import join_numpy, split_numpy
 
 HOST_AXIS = "host"
+
+_ELEMENTS_AT_ONCE = 1 << 24
+"""Of a parameter, brought into float32 halves at once: bounds the memory that loading takes."""
 
 
 class PartState:
@@ -53,20 +57,36 @@ class PartState:
                 )
         self.arrays = list(arrays)
 
+    def write(self, index: int, offset: int, values: np.ndarray) -> None:
+        """Set a range of array `index`; several threads may write different ranges."""
+        for piece, inner, outer in self.layout.spans(offset, len(values)):
+            self.views[index][piece][inner] = values[outer]
+
+    def read(self, index: int, offset: int, size: int) -> np.ndarray:
+        """A fresh copy of a range of array `index`."""
+        out = np.empty(size, self.arrays[index].dtype)
+        for piece, inner, outer in self.layout.spans(offset, size):
+            out[outer] = self.views[index][piece][inner]
+        return out
+
     def ranges(self, index: int) -> Iterator[tuple[int, int]]:
         """(address, bytes) of each piece of array `index`."""
         num_bytes = self.layout.piece_size * self.arrays[index].dtype.itemsize
         return ((pointer, num_bytes) for pointer in self._pointers[index])
 
 
+AnyPartState = PartState | DevicePartState
+
+
 class HostStore:
-    """Training state of all chunks.
+    """Training state of all chunks; that of resident ones stays on the compute devices.
 
     Args:
       layouts: chunks in forward order.
       host_devices: CPU devices over which every array is sharded.
       state_dtypes: for each kind of update, dtypes of the optimizer's flat state arrays.
-      compute_device: where a device of the computing platform is needed for page-locking.
+      device_sharding: of the arrays of chunks whose state stays on the compute devices; one of
+        these is needed for page-locking too.
       upload_low: whether `low` is uploaded too (fp32 compute) and so page-locked.
     """
 
@@ -76,7 +96,7 @@ class HostStore:
         host_devices: Sequence[jax.Device],
         state_dtypes: Sequence[Sequence[Any]],
         *,
-        compute_device: jax.Device,
+        device_sharding: NamedSharding,
         upload_low: bool,
     ):
         self.mesh = Mesh(
@@ -86,27 +106,48 @@ class HostStore:
             self.mesh, PartitionSpec(HOST_AXIS), memory_kind="pinned_host"
         )
         self.layouts = tuple(layouts)
-        zeros = jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=self.sharding)
-        self.chunks = [
-            tuple(_allocate(part, state_dtypes, zeros) for part in layout.parts)
-            for layout in self.layouts
-        ]
+        self.chunks = self._allocate(state_dtypes, device_sharding)
         self.whole_state: dict[str, list[jax.Array]] = {}
-        self._lock = PageLock(compute_device)
+        self._lock = PageLock(device_sharding.mesh.devices.flat[0])
         self.page_locked_bytes = sum(
             self._lock.lock(part.ranges(index))
-            for part in self.parts
+            for part in self.host_parts
             for index in ((0, 1) if upload_low else (0,))
         )
         owners = {slot.name: (part, slot) for part in self.parts for slot in part.layout.slots}
-        self._slots: dict[str, tuple[PartState, Slot]] = {
+        self._slots: dict[str, tuple[AnyPartState, Slot]] = {
             slot.name: owners[slot.name] for layout in self.layouts for slot in layout.slots
         }
 
+    def _allocate(
+        self, state_dtypes: Sequence[Sequence[Any]], device_sharding: NamedSharding
+    ) -> list[tuple[AnyPartState, ...]]:
+        zeros = {
+            resident: jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=sharding)
+            for resident, sharding in ((False, self.sharding), (True, device_sharding))
+        }
+
+        def allocate(layout: FlatLayout, resident: bool) -> AnyPartState:
+            state = () if layout.kind == FROZEN else state_dtypes[layout.kind]
+            dtypes = map(jnp.dtype, (jnp.bfloat16, jnp.int16, *state))
+            arrays = [zeros[resident](layout.padded_size, dtype) for dtype in dtypes]
+            made = DevicePartState if resident else PartState
+            return made(layout, jax.block_until_ready(arrays))
+
+        return [
+            tuple(allocate(part, layout.resident) for part in layout.parts)
+            for layout in self.layouts
+        ]
+
     @property
-    def parts(self) -> list[PartState]:
+    def parts(self) -> list[AnyPartState]:
         """Parts of all chunks, in forward order."""
         return [part for chunk in self.chunks for part in chunk]
+
+    @property
+    def host_parts(self) -> list[PartState]:
+        """Those in host memory."""
+        return [part for part in self.parts if isinstance(part, PartState)]
 
     @property
     def parameter_names(self) -> list[str]:
@@ -140,17 +181,19 @@ class HostStore:
         if tuple(values.shape) != slot.shape:
             raise ValueError(f"parameter {name} has shape {slot.shape}, got {tuple(values.shape)}")
         flat = values.reshape(-1)
-        for piece, inner, outer in part.layout.spans(slot):
-            high, low = split_numpy(flat[outer].astype(np.float32))
-            part.views[0][piece][inner] = high
-            part.views[1][piece][inner] = low
+        for start in range(0, slot.size, _ELEMENTS_AT_ONCE):
+            high, low = split_numpy(flat[start : start + _ELEMENTS_AT_ONCE].astype(np.float32))
+            part.write(0, slot.offset + start, high)
+            part.write(1, slot.offset + start, low)
 
     def read(self, name: str) -> np.ndarray:
         """The fp32 master weights of a parameter, a fresh array of its shape."""
         part, slot = self._find(name)
         out = np.empty(slot.size, np.float32)
-        for piece, inner, outer in part.layout.spans(slot):
-            out[outer] = join_numpy(part.views[0][piece][inner], part.views[1][piece][inner])
+        for start in range(0, slot.size, _ELEMENTS_AT_ONCE):
+            some = out[start : start + _ELEMENTS_AT_ONCE]
+            high, low = (part.read(index, slot.offset + start, len(some)) for index in (0, 1))
+            some[:] = join_numpy(high, low)
         return out.reshape(slot.shape)
 
     def state_specs(self, name: str) -> list[jax.ShapeDtypeStruct]:
@@ -175,20 +218,14 @@ class HostStore:
             self.whole_state[name][number] = own
             return
         part, slot = self._find(name)
-        flat = values.reshape(-1)
-        for piece, inner, outer in part.layout.spans(slot):
-            part.views[2 + number][piece][inner] = flat[outer]
+        part.write(2 + number, slot.offset, values.reshape(-1))
 
     def read_state(self, name: str, number: int) -> np.ndarray:
         """The `number`-th optimizer state array of a parameter, in its dtype, a fresh array."""
         if name in self.whole_state:
             return np.array(self.whole_state[name][number])
         part, slot = self._find(name)
-        views = part.views[2 + number]
-        out = np.empty(slot.size, views[0].dtype)
-        for piece, inner, outer in part.layout.spans(slot):
-            out[outer] = views[piece][inner]
-        return out.reshape(slot.shape)
+        return part.read(2 + number, slot.offset, slot.size).reshape(slot.shape)
 
     def fill(self, value: Callable[[str, tuple[int, ...]], np.ndarray]) -> None:
         """Write every parameter from `value(name, shape)`, several at a time."""
@@ -203,19 +240,10 @@ class HostStore:
         self._slots = {}
         self.whole_state = {}
 
-    def _find(self, name: str) -> tuple[PartState, Slot]:
+    def _find(self, name: str) -> tuple[AnyPartState, Slot]:
         if name not in self._slots:
             raise KeyError(f"no parameter {name!r}; the model has {len(self._slots)} others")
         return self._slots[name]
-
-
-def _allocate(
-    layout: FlatLayout, state_dtypes: Sequence[Sequence[Any]], zeros: Callable[..., jax.Array]
-) -> PartState:
-    state = () if layout.kind == FROZEN else state_dtypes[layout.kind]
-    dtypes = map(jnp.dtype, (jnp.bfloat16, jnp.int16, *state))
-    arrays = [zeros(layout.padded_size, dtype) for dtype in dtypes]
-    return PartState(layout, jax.block_until_ready(arrays))
 
 
 def _pointers(array: jax.Array) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -58,4 +59,17 @@ def chunks_of(
     layouts.append(layout("head", [model.head]))
     if not any(part.trained_parts for part in layouts):
         raise UserError("the optimizer changes no parameter (set_to_zero for all); train some")
+    resident = strategy.resident_chunks
+    _check_resident(layouts[:resident], treatments)
+    layouts[:resident] = [replace(chunk, resident=True) for chunk in layouts[:resident]]
     return layouts, layer_fns
+
+
+def _check_resident(layouts: Sequence[ChunkLayout], treatments: Treatments) -> None:
+    whole = set(treatments.whole_parameters)
+    if found := [slot.name for layout in layouts for slot in layout.slots if slot.name in whole]:
+        raise UserError(
+            f"the strategy keeps the state of {len(layouts)} chunks on the devices, but "
+            f"{len(found)} of their parameters (such as {found[0]}) are updated as a whole on the "
+            "host, because the optimizer is not element-wise; use resident_chunks=0"
+        )

@@ -9,9 +9,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
+from slidedp_jax.device_state import DevicePartState
 from slidedp_jax.elementwise import ElementwiseOptimizer
-from slidedp_jax.host_store import HostStore, PartState
+from slidedp_jax.host_store import AnyPartState, HostStore, PartState
 from slidedp_jax.treatments import Treatments
 from slidedp_jax.update_kernel import KernelForm, UpdateKernels, choose_form
 from slidedp_jax.whole_parameter import WholeParameterOptimizer, WholeParameterUpdates
@@ -19,10 +21,11 @@ from slidedp_jax.whole_parameter import WholeParameterOptimizer, WholeParameterU
 
 @dataclass(frozen=True, kw_only=True)
 class StepScalars:
-    """Shared optimizer state before a step, as values and on the host devices."""
+    """Shared optimizer state before a step: values, on the host devices, on the compute devices."""
 
     values: Sequence[np.ndarray]
     placed: Sequence[jax.Array]
+    resident: Sequence[jax.Array]
 
 
 class PartUpdates:
@@ -30,7 +33,8 @@ class PartUpdates:
 
     Args:
       treatments: how each parameter is updated.
-      store: the host state.
+      store: the training state.
+      device_sharding: of the state that stays on the compute devices.
       block_size: elements per block.
       form: form of the blocked kernel; None measures which is fastest here.
     """
@@ -40,6 +44,7 @@ class PartUpdates:
         treatments: Treatments,
         store: HostStore,
         *,
+        device_sharding: NamedSharding,
         block_size: int,
         form: KernelForm | None,
     ):
@@ -48,6 +53,7 @@ class PartUpdates:
             choose_form(blocked[0], store.sharding, block_size=block_size) if blocked else "whole"
         )
         self._kernels: dict[int, UpdateKernels] = {}
+        self._resident_kernels: dict[int, UpdateKernels] = {}
         self._whole: dict[int, WholeParameterUpdates] = {}
         for kind, optimizer in enumerate(treatments.optimizers):
             if isinstance(optimizer, WholeParameterOptimizer):
@@ -56,31 +62,41 @@ class PartUpdates:
                 self._kernels[kind] = UpdateKernels(
                     optimizer, store.sharding, block_size=block_size, form=self.form
                 )
+                if any(layout.resident for layout in store.layouts):
+                    self._resident_kernels[kind] = UpdateKernels(
+                        optimizer, device_sharding, block_size=block_size, form="whole"
+                    )
         # For what concerns no kind; its programs are compiled when they are used.
         self._common = next(iter(self._kernels.values()), None) or UpdateKernels(
             treatments.no_blocks(), store.sharding, block_size=block_size, form=self.form
         )
 
-    def init(self, part: PartState) -> None:
+    def _kernels_of(self, part: AnyPartState) -> UpdateKernels:
+        resident = isinstance(part, DevicePartState)
+        return (self._resident_kernels if resident else self._kernels)[part.layout.kind]
+
+    def init(self, part: AnyPartState) -> None:
         """Make the starting optimizer state of a part whose master weights are set."""
         kind = part.layout.kind
         if kind in self._whole:
+            assert isinstance(part, PartState)
             self._whole[kind].init(part)
         elif part.layout.trained:
-            part.replace(self._kernels[kind].init(part.layout, part.arrays))
+            part.replace(self._kernels_of(part).init(part.layout, part.arrays))
 
     def start(
         self,
-        part: PartState,
+        part: AnyPartState,
         gradients: Sequence[jax.Array],
         scalars: StepScalars,
         norm: float,
         max_norm: float,
-    ) -> Callable[[], None]:
+    ) -> Callable[[], None] | None:
         """Begin to update a part in place; the returned function must be called to end it.
 
         Whole parameters are updated by that function, which takes a while: nothing of them has
-        begun before.
+        begun before. None where nothing need be waited for: compute devices keep the order of what
+        they are given, so what reads the part from now on reads the result.
 
         Args:
           part: a trained part.
@@ -91,12 +107,18 @@ class PartUpdates:
         """
         kind = part.layout.kind
         if kind in self._whole:
+            assert isinstance(part, PartState)
             return functools.partial(
                 self._whole[kind].update, part, gradients, scalars.values, norm, max_norm
             )
-        arrays = self._kernels[kind].start_update(
-            part.layout, part.arrays, gradients, scalars.placed, norm, max_norm
+        resident = isinstance(part, DevicePartState)
+        shared = scalars.resident if resident else scalars.placed
+        arrays = self._kernels_of(part).start_update(
+            part.layout, part.arrays, gradients, shared, norm, max_norm
         )
+        if resident:
+            part.replace(arrays)
+            return None
 
         def finish() -> None:
             part.replace(jax.block_until_ready(arrays))
@@ -105,8 +127,11 @@ class PartUpdates:
 
     def scalars(self, shared: Sequence[Any]) -> StepScalars:
         """What the updates of a step need of the shared state before it."""
+        resident = next(iter(self._resident_kernels.values()), None)
         return StepScalars(
-            values=[np.asarray(leaf) for leaf in shared], placed=self._common.place_shared(shared)
+            values=[np.asarray(leaf) for leaf in shared],
+            placed=self._common.place_shared(shared),
+            resident=resident.place_shared(shared) if resident is not None else [],
         )
 
     def advance(self, shared: Sequence[Any]) -> list[np.ndarray]:

@@ -139,17 +139,53 @@ class GradientPath:
         received = jax.lax.all_to_all(shares, DATA_AXIS, split_axis=0, concat_axis=0)
         return jnp.sum(received.astype(jnp.float32), axis=0)
 
-    def send(self, wires: Sequence[jax.Array], layout: ChunkLayout) -> ArrivingGradient:
+    def send(self, wires: Sequence[jax.Array], layout: ChunkLayout) -> Gradient:
         """Start the copy to the host of what `to_wire` made of each trained part.
 
-        Each is [n], or [G * n] over the data axis.
+        Each is [n], or [G * n] over the data axis. Of a resident chunk it stays where it is.
         """
+        if layout.resident:
+            return StayingGradient(wires=tuple(wires))
         return ArrivingGradient(
             pinned=tuple(download(wire) for wire in wires),
             num_summands=self._mesh.size if self.sums_on_host else 1,
             layouts=layout.trained_parts,
             host_sharding=self._host_sharding,
         )
+
+
+class Gradient(Protocol):
+    """A chunk's gradient where its update will find it."""
+
+    def has_arrived(self) -> bool:
+        """Whether the update need not wait for it."""
+        ...
+
+    def wait(self) -> None:
+        """Block until it has arrived."""
+        ...
+
+    def summands(self) -> list[list[jax.Array]]:
+        """Per trained part, arrays [padded_size] that add up to its gradient."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class StayingGradient:
+    """A gradient that is updated from on the devices, sharded over them, one array per part."""
+
+    wires: tuple[jax.Array, ...]
+
+    def has_arrived(self) -> bool:
+        """The devices keep the order of what they are given."""
+        return True
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+    def summands(self) -> list[list[jax.Array]]:
+        """One per part."""
+        return [[wire] for wire in self.wires]
 
 
 @dataclass(frozen=True, kw_only=True)

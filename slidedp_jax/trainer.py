@@ -29,7 +29,7 @@ from slidedp_jax.model_chunks import chunks_of, trained_shapes
 from slidedp_jax.part_updates import PartUpdates
 from slidedp_jax.pipeline import GradientSink, Pipeline, StepOutputs
 from slidedp_jax.process import current_setup
-from slidedp_jax.routes import DATA_AXIS, ArrivingGradient, GradientPath, weight_path
+from slidedp_jax.routes import DATA_AXIS, Gradient, GradientPath, weight_path
 from slidedp_jax.step_guard import NonfinitePolicy, StepEnd, StepGuard
 from slidedp_jax.trace import Tracer
 from slidedp_jax.transfers import reserve_pinned
@@ -110,6 +110,7 @@ class Trainer:
         self._mesh = Mesh(
             np.array(self._devices), (DATA_AXIS,), axis_types=(jax.sharding.AxisType.Auto,)
         )
+        self._device_sharding = NamedSharding(self._mesh, PartitionSpec(DATA_AXIS))
         treatments = Treatments(optimizer, trained_shapes(model, frozen), ema_decay=ema_decay)
         self.ema_decay = ema_decay
         _warn_of_whole_parameters(treatments)
@@ -123,7 +124,11 @@ class Trainer:
             self._write_parameters(parameters, seed)
             reserved.result()
         updates = PartUpdates(
-            treatments, self.store, block_size=strategy.block_size, form=kernel_form
+            treatments,
+            self.store,
+            device_sharding=self._device_sharding,
+            block_size=strategy.block_size,
+            form=kernel_form,
         )
         self.kernel_form = updates.form
         for part in self.store.parts:
@@ -155,7 +160,7 @@ class Trainer:
             layouts,
             host_devices[: self.strategy.num_host_devices],
             [optimizer.state_dtypes for optimizer in treatments.optimizers],
-            compute_device=self._devices[0],
+            device_sharding=self._device_sharding,
             upload_low=self.strategy.compute_dtype == "float32",
         )
 
@@ -169,6 +174,7 @@ class Trainer:
             [
                 part.padded_size * strategy.gradient_bytes / share
                 for layout in reversed(self.store.layouts)
+                if not layout.resident
                 for part in layout.trained_parts
                 for _ in range(copies * share)
             ]
@@ -250,7 +256,7 @@ class Trainer:
             weights, self._place(prepared), self._scalar(1 / prepared.num_supervised), sink
         )
 
-    def send(self, chunk: int, wires: Sequence[jax.Array]) -> ArrivingGradient:
+    def send(self, chunk: int, wires: Sequence[jax.Array]) -> Gradient:
         """Start the copy of a chunk's gradient to the host."""
         return self._gradients.send(wires, self.store.layouts[chunk])
 

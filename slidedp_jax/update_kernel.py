@@ -1,4 +1,4 @@
-"""The host update of one chunk: clip, optimizer step and split into halves, in place.
+"""The update of one chunk: clip, optimizer step and split into halves, in place.
 
 One kernel serves every policy: the norm and its limit are run-time arguments in optax's order of
 operations, because a kernel with the factor and one without differ in the last bit. Three forms
@@ -30,12 +30,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from slidedp_jax.chunk import FlatLayout, block_groups_array
 from slidedp_jax.elementwise import ElementwiseOptimizer
-from slidedp_jax.host_store import HOST_AXIS
 from slidedp_jax.split_float import join
 
 KernelForm = Literal["blocked", "fused", "whole"]
 
-_SHARDED, _REPLICATED = PartitionSpec(HOST_AXIS), PartitionSpec()
+_REPLICATED = PartitionSpec()
 
 
 class UpdateKernels:
@@ -43,7 +42,7 @@ class UpdateKernels:
 
     Args:
       optimizer: the transformation on blocks.
-      sharding: sharding of the host state's arrays.
+      sharding: of the state's arrays, over host devices or compute devices.
       block_size: elements per block.
       form: which form to compile.
     """
@@ -62,7 +61,9 @@ class UpdateKernels:
         self._optimizer = optimizer
         self._sharding = sharding
         self._block_size = block_size
-        self._replicated = NamedSharding(sharding.mesh, _REPLICATED, memory_kind="pinned_host")
+        self._replicated = NamedSharding(
+            sharding.mesh, _REPLICATED, memory_kind=sharding.memory_kind
+        )
         self._block_groups: dict[str, jax.Array] = {}
         self._limits: tuple[Any, list[jax.Array]] = (None, [])
         num_state = len(optimizer.state_dtypes)
@@ -72,19 +73,20 @@ class UpdateKernels:
             jax.shard_map(
                 _sum_of_squares,
                 mesh=sharding.mesh,
-                in_specs=(_SHARDED,),
-                out_specs=_SHARDED,
+                in_specs=(sharding.spec,),
+                out_specs=sharding.spec,
                 check_vma=False,
             )
         )
         self._advance = jax.jit(optimizer.advance_shared)
 
     def _compile(self, piece: Callable[..., Any], num_arrays: int) -> Callable[..., Any]:
+        sharded = self._sharding.spec
         mapped = jax.shard_map(
             piece,
             mesh=self._sharding.mesh,
-            in_specs=(_SHARDED, _SHARDED, _REPLICATED, _SHARDED),
-            out_specs=(_SHARDED,) * num_arrays,
+            in_specs=(sharded, sharded, _REPLICATED, sharded),
+            out_specs=(sharded,) * num_arrays,
             check_vma=False,
         )
         return jax.jit(

@@ -11,8 +11,9 @@ from typing import Any, Protocol
 import jax
 
 from slidedp_jax.compute import ComputePrograms, FetchedChunk
+from slidedp_jax.device_state import DevicePartState
 from slidedp_jax.fences import Fences
-from slidedp_jax.host_store import HostStore
+from slidedp_jax.host_store import AnyPartState, HostStore
 from slidedp_jax.routes import WeightPath
 from slidedp_jax.trace import Tracer
 
@@ -89,14 +90,21 @@ class StreamedWeights:
         self._fences.begin_copy(chunk)
         with self._tracer.span("h2d", f"upload {self._store.layouts[chunk].name}"):
             self._arriving[chunk] = tuple(
-                tuple(self._path.fetch(part.views[field]) for field in self._fields)
+                tuple(self._fetch_field(part, field) for field in self._fields)
                 for part in self._store.chunks[chunk]
             )
+        if self._store.layouts[chunk].resident:
+            return
         self.bytes_fetched += sum(
             shard.data.nbytes
             for array in jax.tree.leaves(self._arriving[chunk])
             for shard in array.addressable_shards
         )
+
+    def _fetch_field(self, part: AnyPartState, field: int) -> tuple[jax.Array, ...]:
+        if isinstance(part, DevicePartState):
+            return (part.arrays[field],)
+        return self._path.fetch(part.views[field])
 
 
 class ResidentWeights:

@@ -148,7 +148,7 @@ def _pieces(array: jax.Array) -> list[np.ndarray]:
 def _gather(layout: FlatLayout, slot: Slot, pieces: Sequence[np.ndarray]) -> np.ndarray:
     """A parameter's elements, flat, a fresh array."""
     out = np.empty(slot.size, pieces[0].dtype)
-    for piece, inner, outer in layout.spans(slot):
+    for piece, inner, outer in layout.spans(slot.offset, slot.size):
         out[outer] = pieces[piece][inner]
     return out
 
@@ -156,5 +156,5 @@ def _gather(layout: FlatLayout, slot: Slot, pieces: Sequence[np.ndarray]) -> np.
 def _scatter(
     layout: FlatLayout, slot: Slot, values: np.ndarray, pieces: Sequence[np.ndarray]
 ) -> None:
-    for piece, inner, outer in layout.spans(slot):
+    for piece, inner, outer in layout.spans(slot.offset, slot.size):
         pieces[piece][inner] = values[outer]

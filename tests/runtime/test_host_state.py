@@ -1,5 +1,6 @@
 """The one host copy: what it holds, where it lies, how many bytes it owns."""
 
+import dataclasses
 import math
 import time
 
@@ -9,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from plain_training import initial_parameters, random_batch
 from streamed_training import BLOCK_SIZE, optimizer_state, padding, small_config, strategy, trainer
 
@@ -37,12 +39,19 @@ STAGES = [stage("first", a=(7, 5), b=(3,), c=(11,)), stage("second", a=(50,), d=
 GROUPS = {"first.a": 0, "first.b": 1, "first.c": 0, "second.a": 1, "second.d": 0}
 
 
-def small_store(num_pieces: int, state_dtypes=(jnp.float32, jnp.bfloat16)) -> HostStore:
+def small_store(
+    num_pieces: int, state_dtypes=(jnp.float32, jnp.bfloat16), *, resident: bool = False
+) -> HostStore:
     """Pieces of 16 or 32 elements, so that parameters begin and end anywhere in them."""
     compute, host = compute_and_host_devices()
     layout = lay_out("both", STAGES, GROUPS, block_size=16, num_pieces=num_pieces)
+    mesh = Mesh(np.array(compute[:num_pieces]), ("data",), axis_types=(AxisType.Auto,))
     return HostStore(
-        [layout], host[:num_pieces], [state_dtypes], compute_device=compute[0], upload_low=True
+        [dataclasses.replace(layout, resident=resident)],
+        host[:num_pieces],
+        [state_dtypes],
+        device_sharding=NamedSharding(mesh, PartitionSpec("data")),
+        upload_low=True,
     )
 
 
@@ -53,9 +62,10 @@ def any_floats(shape, seed):
     return np.where(np.isnan(values), np.float32(seed), values)
 
 
+@pytest.mark.parametrize("resident", [False, True])
 @pytest.mark.parametrize("num_pieces", [1, 3, 8])
-def test_what_is_written_is_read_back_across_pieces(num_pieces):
-    store = small_store(num_pieces)
+def test_what_is_written_is_read_back_across_pieces(num_pieces, resident):
+    store = small_store(num_pieces, resident=resident)
     layout = store.layouts[0].parts[0]
     assert sum(layout.piece_size % slot.size for slot in layout.slots)
     written = {
@@ -71,6 +81,10 @@ def test_what_is_written_is_read_back_across_pieces(num_pieces):
         assert store.read_state(name, 0).tobytes() == (values * 2).astype(np.float32).tobytes()
         expected = (values * 3).astype(np.float32).astype(ml_dtypes.bfloat16)
         assert store.read_state(name, 1).tobytes() == expected.tobytes()
+    name = "second.a"  # written anew, beside others that stay
+    store.write(name, -written[name])
+    assert store.read(name).tobytes() == (-written[name]).tobytes()
+    assert store.read("first.a").tobytes() == written["first.a"].tobytes()
 
 
 def test_the_flat_array_holds_each_parameter_at_its_slot_and_zeros_elsewhere():
