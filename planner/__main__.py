@@ -103,6 +103,11 @@ def _parser() -> argparse.ArgumentParser:
         help="keep results of as many layer chunks as fit instead of recomputing them; by default "
         "on devices with memory of their own",
     )
+    parser.add_argument(
+        "--resident_state",
+        action="store_true",
+        help="let the training state of the lowest chunks stay on the devices where that pays",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     return parser
 
@@ -135,6 +140,7 @@ def _plan(args: argparse.Namespace) -> Plan:
             **{name: getattr(args, name) for name in _COUNTS},
         ),
         keep_activations=args.keep_activations,
+        resident_state=args.resident_state,
     )
 
 

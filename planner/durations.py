@@ -85,7 +85,27 @@ def chunk_durations(
         costs.layers(chunk, kept=index >= first_kept) for index, chunk in enumerate(chunks.layers)
     ]
     layers[-1] = replace(layers[-1], stays=True)
-    return (replace(costs.embedding(), stays=True), *layers, costs.head())
+    chunked = [replace(costs.embedding(), stays=True), *layers, costs.head()]
+    resident = strategy.resident_chunks
+    chunked[:resident] = [_on_devices(chunk, hardware) for chunk in chunked[:resident]]
+    return tuple(chunked)
+
+
+def _on_devices(chunk: ChunkDurations, hardware: HardwareProfile) -> ChunkDurations:
+    """A chunk whose state stays on the devices: nothing is copied, each updates its share."""
+    share_s = chunk.update_bytes / hardware.num_devices / hardware.device_memory_bytes_per_s
+    return replace(
+        chunk,
+        # Before the chunk's forward; the head has none of its own.
+        forward_s=chunk.forward_s + (share_s if chunk.forward_s else 0.0),
+        backward_s=chunk.backward_s + (0.0 if chunk.forward_s else share_s),
+        upload_s=0.0,
+        upload_bytes=0.0,
+        download_s=0.0,
+        download_bytes=0.0,
+        update_s=0.0,
+        update_bytes=0.0,
+    )
 
 
 class _Costs:

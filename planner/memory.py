@@ -87,6 +87,9 @@ def memory_use(
     packed = packed_attention_bytes(workload, batch, strategy)
     if packed and not hardware.unified_memory:  # the CPU backend does not use cuDNN
         phases["backward"]["packed_attention"] = packed
+    if resident := resident_state_bytes(chunks, strategy, hardware, optimizer_state_bytes):
+        for categories in phases.values():
+            categories["resident_state"] = resident
     phase = max(phases, key=lambda name: sum(phases[name].values()))
     device = dict(phases[phase])
     device["allocator_fragmentation"] = FRAGMENTATION * sum(device.values())
@@ -95,6 +98,18 @@ def memory_use(
     if hardware.unified_memory:
         host["compute_devices"] = hardware.num_devices * sum(device.values())
     return MemoryUse(device=device, device_phase=phase, host=host, pinned_pool_bytes=pool)
+
+
+def resident_state_bytes(
+    chunks: Chunks,
+    strategy: Strategy,
+    hardware: HardwareProfile,
+    optimizer_state_bytes: float = ADAMW_STATE_BYTES,
+) -> float:
+    """One device's share of the state of resident chunks, and of their waiting gradients."""
+    parameters = sum(chunk.padded_parameters for chunk in chunks.all[: strategy.resident_chunks])
+    each = MASTER_BYTES + optimizer_state_bytes + strategy.gradient_bytes
+    return each * parameters / hardware.num_devices
 
 
 def device_phases(
@@ -301,15 +316,18 @@ def _host(
     hardware: HardwareProfile,
     optimizer_state_bytes: float,
 ) -> tuple[dict[str, float], float]:
-    """Host categories and the size of the page-locked pool."""
+    """Host categories and the size of the page-locked pool.
+
+    State that stays on the devices is counted too: it passes through host memory when it is loaded.
+    """
     copies = hardware.num_devices if strategy.gradient_route == "host_sum" else 1
     shards = hardware.num_devices if strategy.gradient_route == "reduce_scatter" else 1
     requests = [
         strategy.gradient_bytes * chunk.padded_parameters / shards
-        for chunk in reversed(chunks.all)  # as backward sends them
+        for chunk in reversed(chunks.all[strategy.resident_chunks :])  # as backward sends them
         for _ in range(copies * shards)
     ]
-    gradients = sum(requests)
+    gradients = float(sum(requests))
     # The CPU backend has no page-locked pool.
     pool = gradients if hardware.unified_memory else float(sum(pool_regions(requests)))
     padded = chunks.padded_parameters

@@ -24,7 +24,11 @@ NUM_RUNNERS_UP = 3
 NUM_REJECTED = 4
 
 KEPT_SHARE = 0.9
-"""Share of the device budget up to which chunks are kept: nothing is lost where a plan is off."""
+"""Share of the device budget up to which results and state are kept there: nothing is lost where a
+plan is off."""
+
+RESIDENT_STEPS = 12
+"""Numbers of resident chunks that are tried, evenly from none to all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +124,24 @@ class _Job:
                 most = middle - 1
         return strategy, memory
 
+    def with_state_on_devices(self, strategy: Strategy, *, keep_activations: bool) -> Strategy:
+        """The fastest of the same strategy with more or fewer of the lowest chunks resident."""
+        if strategy.gradient_route != "reduce_scatter":
+            return strategy
+        num_chunks = -(-len(self.workload.layers) // strategy.layers_per_chunk) + 2
+        steps = sorted({num_chunks * n // RESIDENT_STEPS for n in range(RESIDENT_STEPS + 1)} | {1})
+        tried = []
+        for resident in steps:
+            option = replace(strategy, resident_chunks=resident, kept_chunks=0)
+            memory = self.memory(option)
+            roomy = memory.device_bytes <= KEPT_SHARE * self.device_budget_bytes
+            if resident and (not roomy or self.limits(memory)):
+                break
+            if keep_activations:
+                option, _ = self.keeping_most(option, memory)
+            tried.append((self.time(option).step_s, resident, option))
+        return min(tried, key=lambda item: item[:2])[-1]
+
     def lower_bound_s(self, strategy: Strategy) -> float:
         durations = chunk_durations(
             self.workload,
@@ -129,6 +151,11 @@ class _Job:
             optimizer_state_bytes=self.optimizer_state_bytes,
         )
         return lower_bound_s(durations, strategy, self.hardware)
+
+    def alternative(self, strategy: Strategy) -> Alternative:
+        return Alternative(
+            strategy=strategy, memory=self.memory(strategy), time=self.time(strategy)
+        )
 
     def time(self, strategy: Strategy) -> StepTime:
         return step_time(
@@ -152,6 +179,7 @@ def plan(
     host_budget_bytes: float | None = None,
     choices: Choices | None = None,
     keep_activations: bool | None = None,
+    resident_state: bool = False,
 ) -> Plan:
     """Pick the strategy with the shortest predicted step within the budgets.
 
@@ -167,6 +195,8 @@ def plan(
       choices: what the user has decided already.
       keep_activations: instead of recomputing, keep weights and intermediate results of as many
         layer chunks as fit; None: on devices with memory of their own.
+      resident_state: let the training state of the lowest chunks stay on the devices where that
+        makes a step faster and fits.
 
     Raises:
       PlanError: the request is contradictory, or nothing fits. All limits are listed.
@@ -195,6 +225,10 @@ def plan(
     if not fitting:
         raise PlanError(_nothing_fits(job, [memory for _, memory in misfits], choices))
     ranked = _simulate_best(job, fitting)
+    if resident_state:
+        better = job.with_state_on_devices(ranked[0].strategy, keep_activations=keep_activations)
+        if better.resident_chunks:
+            ranked.insert(0, job.alternative(better))
     return Plan(
         workload=workload,
         batch=batch,

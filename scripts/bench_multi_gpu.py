@@ -49,6 +49,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seq", type=int, default=4096)
     parser.add_argument("--rows-per-microbatch", type=int, help="default: of the fewest tokens")
     parser.add_argument("--layers-per-chunk", type=int, default=1)
+    parser.add_argument("--kept-chunks", type=int, default=0, help="top chunks not recomputed")
+    parser.add_argument(
+        "--resident-chunks", type=int, default=0, help="lowest chunks whose state stays on the GPUs"
+    )
     parser.add_argument("--loss-chunk-tokens", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=3, help="compute passes timed")
     parser.add_argument("--steps", type=int, default=5, help="full steps timed")
@@ -110,6 +114,8 @@ def jobs(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         "seq": args.seq,
         "rows_per_microbatch": args.rows_per_microbatch or min(args.tokens_per_device) // args.seq,
         "layers_per_chunk": args.layers_per_chunk,
+        "kept_chunks": args.kept_chunks,
+        "resident_chunks": args.resident_chunks,
         "loss_chunk_tokens": args.loss_chunk_tokens,
         "repeats": args.repeats,
         "steps": args.steps,
@@ -160,7 +166,10 @@ def add(record: dict[str, Any], job: dict[str, Any], result: dict[str, Any]) -> 
     if "check" in result:
         record["checks"].append(result)
         return
-    kept = ("model", "layers", "seq", "layers_per_chunk", "rows_per_microbatch", "num_devices")
+    kept = (
+        *("model", "layers", "seq", "layers_per_chunk", "kept_chunks", "resident_chunks"),
+        *("rows_per_microbatch", "num_devices"),
+    )
     named = {name: job[name] for name in (*kept, "weight_route", "gradient_route")}
     named["tokens_per_device"] = result["tokens_per_device"]
     for entry in record["speed"]:

@@ -42,6 +42,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers-per-chunk", type=int, default=1)
     parser.add_argument("--prefetch-depth", type=int, default=1)
     parser.add_argument("--kept-chunks", type=int, default=0, help="top chunks not recomputed")
+    parser.add_argument(
+        "--resident-chunks", type=int, default=0, help="lowest chunks whose state stays on the GPUs"
+    )
     parser.add_argument("--loss-chunk-tokens", type=int, default=4096)
     parser.add_argument("--num-devices", type=int)
     parser.add_argument("--num-host-devices", type=int)
@@ -104,6 +107,7 @@ def run_policy(args: argparse.Namespace, setup: Any, policy: str) -> Iterator[di
         update_policy="eager" if policy == "eager" else "deferred",
         prefetch_depth=args.prefetch_depth,
         kept_chunks=args.kept_chunks,
+        resident_chunks=args.resident_chunks,
         weight_slots=args.prefetch_depth + 2,
         loss_chunk_tokens=args.loss_chunk_tokens,
         compute_dtype=args.dtype,

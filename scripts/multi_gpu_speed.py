@@ -73,6 +73,8 @@ def make_trainer(job: dict[str, Any], setup: Any) -> tuple[Any, Any, Any]:
         weight_route=job["weight_route"],
         gradient_route=job["gradient_route"],
         prefetch_depth=1,
+        kept_chunks=job["kept_chunks"],
+        resident_chunks=0 if job["gradient_route"] == "host_sum" else job["resident_chunks"],
         loss_chunk_tokens=job["loss_chunk_tokens"],
         num_host_devices=setup.num_host_devices,
     )

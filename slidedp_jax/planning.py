@@ -69,6 +69,7 @@ def plan_for(
     update_policy: UpdatePolicy | None = None,
     choices: Choices | None = None,
     keep_activations: bool | None = None,
+    resident_state: bool = False,
     hardware: HardwareProfile | None = None,
 ) -> Plan:
     """The fastest strategy for this process's devices that fits the budgets.
@@ -88,6 +89,8 @@ def plan_for(
       choices: what has been decided already; the search leaves it alone.
       keep_activations: instead of recomputing, keep weights and intermediate results of as many
         layer chunks as fit; None: on GPUs.
+      resident_state: let the training state of the lowest chunks stay on the GPUs where that makes
+        a step faster and fits.
       hardware: another machine; None means this one.
 
     Raises:
@@ -115,6 +118,7 @@ def plan_for(
             host_budget_bytes=_bytes(host_memory_budget_gib),
             choices=choices,
             keep_activations=keep_activations,
+            resident_state=resident_state,
         )
     except PlanError as error:
         raise UserError(str(error)) from error

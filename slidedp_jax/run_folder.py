@@ -24,6 +24,7 @@ _MAY_CHANGE = frozenset(
         "num_host_devices",
         "device_memory_budget",
         "keep_activations",
+        "resident_state",
         "host_memory_budget",
         "compilation_cache",
         "layers_per_chunk",

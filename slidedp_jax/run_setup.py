@@ -177,6 +177,7 @@ def make_plan(args: TrainArguments, inputs: RunInputs, num_devices: int) -> Plan
         update_policy="deferred" if args.on_nonfinite == "skip" or args.max_loss else None,
         choices=choices,
         keep_activations=args.keep_activations,
+        resident_state=args.resident_state,
         hardware=hardware,
     )
 

@@ -179,10 +179,13 @@ def test_other_settings_are_refused_by_name_and_overwriting_starts_over(
     assert losses(out)[0] == losses(straight)[0] and losses(out)[1:] != losses(straight)[1:3]
 
 
-def test_a_run_goes_on_with_or_without_kept_activations(inputs, straight, tmp_path, capsys):
+@pytest.mark.parametrize("flag", ["keep_activations", "resident_state"])
+def test_a_run_goes_on_with_or_without_what_stays_on_devices(
+    flag, inputs, straight, tmp_path, capsys
+):
     """After too much device memory, dropping the flag must not cost the run."""
     out = tmp_path / "run"
-    inputs.train(out, max_steps=2, keep_activations=True)
+    inputs.train(out, max_steps=2, **{flag: True})
     inputs.train(out, max_steps=4)
     assert "at step 2" in capsys.readouterr().out
     np.testing.assert_allclose(losses(out), losses(straight)[:4], rtol=1e-6)

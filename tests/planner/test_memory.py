@@ -166,6 +166,20 @@ def test_host_bytes_by_hand(gradient_route, compute_dtype, bytes_per_parameter):
     assert host["runtime_reserve"] == hardware.host_reserve_bytes
 
 
+def test_resident_state_by_hand():
+    """Embedding 48 and one chunk of 80 elements: 12 bytes of state, 2 of gradient, over 4 GPUs."""
+    hardware = named_hardware("h200", num_devices=4)
+    strategy = replace(STRATEGY, num_host_devices=4)
+    on_host = memory_use(_workload(4, tied=True), BATCH, strategy, hardware)
+    strategy = replace(strategy, resident_chunks=2)
+    resident = memory_use(_workload(4, tied=True), BATCH, strategy, hardware)
+    assert resident.device["resident_state"] == 14 * (48 + 80) / 4
+    assert "resident_state" not in on_host.device
+    assert resident.host["waiting_gradients"] == 2 * (80 + 16)
+    # It passes through host memory when it is loaded.
+    assert resident.host["optimizer_state"] == on_host.host["optimizer_state"]
+
+
 def test_other_optimizers_are_bytes_per_parameter():
     hardware = named_hardware("h200")
     adam = memory_use(_workload(2, tied=True), BATCH, STRATEGY, hardware)

@@ -199,6 +199,24 @@ def test_a_profile_without_clipping_is_faster_where_the_update_is_slow():
     assert deferred.exposed_s["host_update"] > eager.exposed_s["host_update"]
 
 
+def test_state_on_the_devices_ends_the_wait_for_the_host_update():
+    hardware, batch = named_hardware("h200"), BatchShape(num_rows=8, seq_length=4096)
+    on_host = plan(QWEN3_4B, batch, hardware)
+    assert on_host.strategy.resident_chunks == 0
+    resident = plan(QWEN3_4B, batch, hardware, resident_state=True)
+    assert 0 < resident.strategy.resident_chunks < len(QWEN3_4B.layers)
+    assert resident.chosen.time.step_s < 0.8 * on_host.chosen.time.step_s
+    assert resident.chosen.time.exposed_s["host_update"] < 0.05
+    assert resident.chosen.memory.device_bytes <= 0.9 * resident.device_budget_bytes
+    # Nothing to gain where the host update hides already, or no room.
+    tight = plan(QWEN3_4B, batch, hardware, resident_state=True, device_budget_bytes=24 * GIB)
+    assert tight.strategy.resident_chunks == 0
+    by_host = Choices(gradient_route="host_sum")
+    two = hardware.with_devices(2)
+    summed = plan(QWEN3_4B, batch, two, resident_state=True, choices=by_host)
+    assert summed.strategy.resident_chunks == 0
+
+
 def test_the_cpu_backend_keeps_activations_only_when_asked():
     batch, hardware = BatchShape(num_rows=8, seq_length=64), named_hardware("cpu")
     model = Workload.from_config(named_config("tiny"))

@@ -138,6 +138,27 @@ def test_eager_updates_hide_and_deferred_ones_do_not():
     # Compute waited for the updates but while a copy was the next thing to come.
     assert eager.exposed_s["host_update"] == pytest.approx(10)
     assert deferred.exposed_s["host_update"] == pytest.approx(5 + 4)
+    # With the state of embedding and layer 0 on the device the host updates layer 1 at once, beside
+    # layer 0's forward of 4 s.
+    resident = step_time(
+        workload, BATCH, _strategy(update_policy="deferred", resident_chunks=2), hardware
+    )
+    assert resident.step_s == pytest.approx(compute_s + 5 + 1 - 4)
+    assert resident.busy_s["host_update"] == pytest.approx(5)
+
+
+def test_resident_chunks_are_updated_at_the_devices_memory_rate():
+    """26 bytes per parameter, each of two devices half of them; the head's within its one visit."""
+    hardware = replace(_hardware(device_memory_bytes_per_s=13.0), num_devices=2)
+    workload = _workload(1, 2, 2, 0)
+    strategy = _strategy(num_host_devices=2)
+    on_host = chunk_durations(workload, BATCH, strategy, hardware)
+    on_devices = chunk_durations(workload, BATCH, replace(strategy, resident_chunks=2), hardware)
+    for before, after in zip(on_host[:2], on_devices[:2], strict=True):
+        assert after.forward_s - before.forward_s == pytest.approx(2 * 26 / 2 / 13)
+        assert after.backward_s == before.backward_s
+        assert (after.upload_s, after.download_s, after.update_s) == (0, 0, 0)
+    assert on_devices[2] == on_host[2]
 
 
 def test_a_deeper_prefetch_evens_out_unequal_chunks():
