@@ -65,7 +65,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--check-seq", type=int, default=512)
     parser.add_argument("--soak-steps", type=int, default=200)
     parser.add_argument("--pinned-gib-per-device", type=int, default=32)
-    parser.add_argument("--timeout-s", type=float, default=240, help="of one process")
+    parser.add_argument("--timeout-s", type=float, default=300, help="of one process")
     parser.add_argument("--budget-s", type=float, default=560, help="of everything")
     parser.add_argument("--out", type=pathlib.Path, help="writes OUT.json")
     return parser.parse_args()
@@ -137,7 +137,7 @@ def jobs(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield job(count, "replicate", "reduce_scatter")
         for count in sorted(several, reverse=True):
             yield job(count, "shard_all_gather", "reduce_scatter")
-    for part in ("check", "faults"):
+    for part in ("faults", "check"):
         if part in args.parts and several:
             yield {
                 "script": f"multi_gpu_{part}.py",

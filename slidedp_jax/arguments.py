@@ -25,6 +25,7 @@ from slidedp_jax.data.example_settings import Keep, LossOn, OverLong
 from slidedp_jax.errors import UserError
 
 Scheduler = Literal["cosine", "linear", "constant", "constant_with_warmup"]
+Optimizer = Literal["adamw", "lion", "sgd", "adafactor", "muon"]
 
 
 def _setting(group: str, text: str, default: Any = dataclasses.MISSING) -> Any:
@@ -70,14 +71,15 @@ class TrainArguments:
     gradient_accumulation_steps: int = _setting("training", "micro batches per step", 1)
     num_train_epochs: float = _setting("training", "passes over the data", 1.0)
     max_steps: int | None = _setting("training", "stop there, repeating epochs if need be", None)
+    optim: Optimizer = _setting("training", "adamw, lion, sgd, adafactor or muon", "adamw")
     learning_rate: float = _setting("training", "peak learning rate", 1e-5)
     lr_scheduler_type: Scheduler = _setting("training", "after the warm-up", "cosine")
     warmup_steps: int = _setting("training", "steps of linear warm-up", 0)
     warmup_ratio: float = _setting("training", "share of steps, where warmup_steps is 0", 0.03)
     min_lr_ratio: float = _setting("training", "final over peak learning rate", 0.0)
     weight_decay: float = _setting("training", "decoupled; not on norms and biases", 0.0)
-    adam_beta1: float = _setting("training", "AdamW", 0.9)
-    adam_beta2: float = _setting("training", "AdamW", 0.999)
+    adam_beta1: float = _setting("training", "AdamW and Lion; SGD's momentum", 0.9)
+    adam_beta2: float = _setting("training", "AdamW and Lion", 0.999)
     adam_epsilon: float = _setting("training", "AdamW", 1e-8)
     max_grad_norm: float | None = _setting("training", "exact global clip; 0 or null for none", 1.0)
     on_nonfinite: Literal["stop", "skip"] = _setting("training", "non-finite gradients", "stop")
@@ -183,6 +185,7 @@ _ALIASES = {
     "num_epochs": "num_train_epochs",
     "steps": "max_steps",
     "lr": "learning_rate",
+    "optimizer": "optim",
     "lr_scheduler": "lr_scheduler_type",
     "max_norm": "max_grad_norm",
     "clip_grad_norm": "max_grad_norm",

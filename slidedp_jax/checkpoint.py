@@ -221,8 +221,11 @@ def _read_stage(
             store.write(name, arrays[_MASTER])
             for number in range(len(store.state_specs(name))):
                 store.write_state(name, number, arrays[f"state_{number}"])
-    except (ValueError, KeyError) as error:
-        raise UserError(f"{item} does not fit this model: {error}") from error
+    except (ValueError, KeyError, OSError, RuntimeError) as error:
+        raise UserError(
+            f"{item} cannot be read: it is damaged, or of another model. To go on from an earlier "
+            f"checkpoint, move {item.parent} away. What was found: {str(error)[:500]}"
+        ) from error
 
 
 def _to_json(leaf: np.ndarray) -> dict[str, Any]:

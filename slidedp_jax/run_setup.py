@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pathlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from models.config import ModelConfig
@@ -13,7 +14,6 @@ from models.hf_hub import resolve_model_folder
 from models.hf_load import check_folder
 from planner.candidates import Choices
 from planner.hardware import named_hardware
-from planner.memory import ADAMW_STATE_BYTES
 from planner.search import Plan
 from slidedp_jax.arguments import TrainArguments
 from slidedp_jax.data import (
@@ -184,25 +184,31 @@ def make_plan(args: TrainArguments, inputs: RunInputs, num_devices: int) -> Plan
 
 def _state_bytes_per_parameter(args: TrainArguments, config: ModelConfig) -> float:
     """Optimizer state in bytes, an average of the weights included, spread over all parameters."""
-    trained, _ = _trained_parameters(args, config)
-    state_bytes = ADAMW_STATE_BYTES + (0 if args.ema_decay is None else 4)
-    return state_bytes * trained / config.num_parameters
+    from slidedp_jax.optimizers import make_optimizer, state_bytes
+
+    trained = _trained_shapes(args, config)
+    total = state_bytes(make_optimizer(args, num_steps=1), trained)
+    if args.ema_decay is not None:
+        total += 4 * _count(trained)
+    return total / config.num_parameters
 
 
-def _trained_parameters(args: TrainArguments, config: ModelConfig) -> tuple[int, set[str]]:
-    """Number of trained parameters, and the names of the frozen ones."""
+def _trained_shapes(args: TrainArguments, config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes = config.parameter_shapes()
     frozen = frozen_names(shapes, args.freeze)
-    trained = sum(math.prod(shape) for name, shape in shapes.items() if name not in frozen)
-    return trained, frozen
+    return {name: shape for name, shape in shapes.items() if name not in frozen}
+
+
+def _count(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    return sum(map(math.prod, shapes.values()))
 
 
 def frozen_note(args: TrainArguments, config: ModelConfig) -> str:
     """One line on what stays as it is."""
-    trained, frozen = _trained_parameters(args, config)
+    trained, arrays = _trained_shapes(args, config), len(config.parameter_shapes())
     return (
-        f"{len(frozen)} of {len(config.parameter_shapes())} parameter arrays are frozen; "
-        f"{trained:,} of {config.num_parameters:,} parameters are trained"
+        f"{arrays - len(trained)} of {arrays} parameter arrays are frozen; "
+        f"{_count(trained):,} of {config.num_parameters:,} parameters are trained"
     )
 
 

@@ -1,11 +1,10 @@
-"""Learning rate as a pure function of the step, and the optimizer that uses it."""
+"""Learning rate as a pure function of the step."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 
@@ -43,20 +42,3 @@ def learning_rate(args: TrainArguments, num_steps: int) -> optax.Schedule:
         return peak * jnp.where(step < warmup, rising, after)
 
     return schedule
-
-
-def decays(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether weight decay applies: to matrices and embeddings, not to norms and biases."""
-    return len(shape) > 1 and not name.endswith((".bias", "norm.weight"))
-
-
-def adamw(args: TrainArguments, num_steps: int) -> optax.GradientTransformation:
-    """AdamW with decoupled decay on matrices and embeddings."""
-    return optax.adamw(
-        learning_rate(args, num_steps),
-        b1=args.adam_beta1,
-        b2=args.adam_beta2,
-        eps=args.adam_epsilon,
-        weight_decay=args.weight_decay,
-        mask=lambda params: {name: decays(name, jax.numpy.shape(v)) for name, v in params.items()},
-    )

@@ -153,8 +153,8 @@ class _Run:
     def _trainer(self, kernel_form: Any, *, load: bool) -> Any:
         from models.decoder import build
         from models.hf_load import load_parameters
+        from slidedp_jax.optimizers import make_optimizer
         from slidedp_jax.progress import LoadProgress
-        from slidedp_jax.schedule import adamw
         from slidedp_jax.trainer import Trainer
 
         args, inputs, strategy = self._args, self._inputs, self._plan.strategy
@@ -172,7 +172,7 @@ class _Run:
                 attention=args.attention,
                 loss_chunk_tokens=strategy.loss_chunk_tokens,
             ),
-            adamw(args, inputs.num_steps),
+            make_optimizer(args, inputs.num_steps),
             strategy=strategy,
             parameters=read_weights,
             frozen=args.freeze,

@@ -179,6 +179,25 @@ def test_other_settings_are_refused_by_name_and_overwriting_starts_over(
     assert losses(out)[0] == losses(straight)[0] and losses(out)[1:] != losses(straight)[1:3]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of reads cut short
+def test_a_damaged_checkpoint_is_named_and_the_one_before_goes_on(
+    inputs, straight, tmp_path, capsys
+):
+    out = tmp_path / "run"
+    inputs.train(out, max_steps=2, save_steps=1)
+    newest = out / "checkpoints" / "step_00000002"
+    files = sorted(newest.rglob("d/*"), key=lambda path: path.stat().st_size)
+    for file in files:
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    assert files and main(inputs.command(out, max_steps=3)) == 1
+    message = capsys.readouterr().err
+    assert "damaged" in message and f"move {newest} away" in message
+    newest.rename(tmp_path / "damaged")
+    inputs.train(out, max_steps=3)
+    assert "at step 1" in capsys.readouterr().out
+    np.testing.assert_allclose(losses(out), losses(straight)[:3], rtol=1e-6)
+
+
 @pytest.mark.parametrize("flag", ["keep_activations", "resident_state"])
 def test_a_run_goes_on_with_or_without_what_stays_on_devices(
     flag, inputs, straight, tmp_path, capsys

@@ -8,7 +8,8 @@ from runs import losses, metrics, state
 from safetensors.numpy import load_file
 
 from slidedp_jax.arguments import TrainArguments
-from slidedp_jax.schedule import decays, learning_rate, num_warmup_steps
+from slidedp_jax.optimizers import decays
+from slidedp_jax.schedule import learning_rate, num_warmup_steps
 
 
 def arguments(**settings):
