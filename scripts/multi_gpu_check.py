@@ -22,9 +22,8 @@ from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-import bench_step
+import step_timing
 from bench_children import Report
-from multi_gpu_speed import shortened
 
 import slidedp_jax
 
@@ -95,7 +94,7 @@ class Check:
 
         self._job = job
         self._num_host_devices = num_host_devices
-        self._config = shortened(job["model"], job["layers"])
+        self._config = step_timing.model_config(job["model"], job["layers"])
         self._model = decoder.build(self._config, loss_chunk_tokens=512)
         self._batches = [self._batch(step, 2 * most_devices) for step in range(NUM_STEPS)]
         self._kernel_form: Any = None
@@ -213,7 +212,7 @@ class Check:
             # count for no more than they are.
             optax.adamw(1e-3, b1=0.9, b2=0.95, eps=1e-4, weight_decay=0.1),
             strategy=strategy,
-            parameters=lambda write: bench_step.fill(self._model, write),
+            parameters=lambda write: step_timing.fill(self._model, write),
             max_grad_norm=self._limit,
             kernel_form=self._kernel_form,
             num_devices=num_devices,

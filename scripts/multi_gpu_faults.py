@@ -18,9 +18,9 @@ from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-import bench_step
+import step_timing
 from bench_children import Report
-from multi_gpu_speed import random_batch, shortened
+from multi_gpu_speed import random_batch
 
 import slidedp_jax
 
@@ -68,7 +68,7 @@ class Faults:
         self._devices = setup.devices()[0]
         self._num_devices = len(self._devices)
         self._config = dataclasses.replace(
-            shortened(job["model"], job["layers"]), tie_word_embeddings=False
+            step_timing.model_config(job["model"], job["layers"]), tie_word_embeddings=False
         )
         self._model = decoder.build(self._config, loss_chunk_tokens=512)
         self._strategy = Strategy(
@@ -139,7 +139,7 @@ class Faults:
             self._model,
             optax.adamw(1e-5),
             strategy=self._strategy,
-            parameters=lambda write: bench_step.fill(self._model, write),
+            parameters=lambda write: step_timing.fill(self._model, write),
             kernel_form="blocked",
         )
 

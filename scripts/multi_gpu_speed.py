@@ -6,8 +6,6 @@ cores, so that one GPU has half of what two have.
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import json
 import os
 import pathlib
@@ -18,7 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-import bench_step
+import step_timing
 from bench_children import Report
 from bench_record import rss_gib
 
@@ -44,8 +42,7 @@ def main() -> None:
         result = compute_passes(job, trainer, batch)
         report({"tokens_per_device": tokens, **facts, **result, **memory()})
         if tokens in job["full_tokens"]:
-            steps = argparse.Namespace(steps=job["steps"])
-            full = bench_step.full_steps(steps, trainer, tracer, batch)
+            full = step_timing.full_steps(job["steps"], trainer, tracer, batch)
             report({"tokens_per_device": tokens, **facts, **full, **memory()})
     trainer.close()
 
@@ -65,7 +62,7 @@ def make_trainer(job: dict[str, Any], setup: Any) -> tuple[Any, Any, Any]:
     from models import decoder
     from planner.strategy import Strategy
 
-    config = shortened(job["model"], job["layers"])
+    config = step_timing.model_config(job["model"], job["layers"])
     strategy = Strategy(
         layers_per_chunk=job["layers_per_chunk"],
         rows_per_microbatch=job["rows_per_microbatch"],
@@ -79,28 +76,16 @@ def make_trainer(job: dict[str, Any], setup: Any) -> tuple[Any, Any, Any]:
         num_host_devices=setup.num_host_devices,
     )
     model = decoder.build(config, loss_chunk_tokens=job["loss_chunk_tokens"])
-    tracer = bench_step.timed_tracer()
+    tracer = step_timing.timed_tracer()
     trainer = slidedp_jax.Trainer(
         model,
         optax.adamw(1e-5, b1=0.9, b2=0.95, weight_decay=0.1),
         strategy=strategy,
-        parameters=lambda write: bench_step.fill(model, write),
+        parameters=lambda write: step_timing.fill(model, write),
         max_grad_norm=1.0,
         tracer=tracer,
     )
     return trainer, tracer, config
-
-
-def shortened(name: str, layers: int | None) -> Any:
-    """A named shape, with only its first layers if a number is given."""
-    from models.config import named_config
-
-    config = named_config(name)
-    if layers is None:
-        return config
-    return dataclasses.replace(
-        config, num_hidden_layers=layers, layer_windows=config.layer_windows[:layers]
-    )
 
 
 def random_batch(config: Any, rows: int, seq: int) -> dict[str, Any]:
@@ -116,7 +101,7 @@ def compute_passes(job: dict[str, Any], trainer: Any, batch: dict[str, Any]) -> 
     A *visit* is a chunk that computes forward or backward.
     """
     moved = count_bytes(trainer, batch)
-    passes = bench_step.ComputePasses(trainer, batch)
+    passes = step_timing.ComputePasses(trainer, batch)
     passes.streamed(0)  # compiles
     (_, *streamed), dispatch = passes.streamed(job["repeats"])
     _, *resident = passes.resident(job["repeats"])
@@ -140,9 +125,10 @@ def count_bytes(trainer: Any, batch: dict[str, Any]) -> dict[str, float]:
     def send(chunk: int, wire: Any) -> None:
         nonlocal down
         gradient = trainer.send(chunk, wire)
-        down += sum(
-            shard.data.nbytes for array in gradient.pinned for shard in array.addressable_shards
-        )
+        if not trainer.store.layouts[chunk].resident:
+            down += sum(
+                shard.data.nbytes for array in gradient.pinned for shard in array.addressable_shards
+            )
         arriving.append(gradient)
 
     trainer.forward_backward(trainer.weights, trainer.prepare(batch), send)

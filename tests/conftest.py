@@ -71,6 +71,7 @@ LONGEST_FILES = (
     "test_generate.py",
     "test_resume.py",
     "test_optimizers.py",
+    "test_resident_state.py",
     "test_freezing.py",
     "test_faults.py",
     "test_residency.py",
