@@ -1,0 +1,57 @@
+"""How gradients of several devices are added up before they are sent."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from slidedp_jax.process import current_setup
+from slidedp_jax.routes import DATA_AXIS, GradientPath
+
+SIZE = 8 * 3 * 16
+
+
+def to_wire(num_devices, gradient_dtype, wire_dtype=jnp.bfloat16):
+    """The mapped function and one random gradient per device, [G * SIZE]."""
+    devices = current_setup().devices()[0][:num_devices]
+    mesh = Mesh(np.array(devices), (DATA_AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
+    path = GradientPath("reduce_scatter", mesh, None, jnp.dtype(wire_dtype))
+    rows = PartitionSpec(DATA_AXIS)
+    mapped = jax.shard_map(
+        path.to_wire, mesh=mesh, in_specs=rows, out_specs=(rows, rows), check_vma=False
+    )
+    # Of very different sizes, so that sums in bfloat16 would lose the small ones.
+    rng = np.random.default_rng(num_devices)
+    scale = 2.0 ** rng.integers(-8, 8, (num_devices, 1))
+    values = rng.standard_normal((num_devices, SIZE)) * scale
+    return mapped, jnp.asarray(values.reshape(-1), gradient_dtype)
+
+
+@pytest.mark.parametrize("num_devices", [2, 3, 8])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_sums_are_in_float32_and_rounded_once(num_devices, dtype):
+    mapped, gradients = to_wire(num_devices, dtype)
+    wire, squares = jax.jit(mapped)(gradients)
+    each = np.asarray(gradients.astype(jnp.float32)).reshape(num_devices, SIZE)
+    total = each.astype(np.float64).sum(axis=0).astype(np.float32)
+    expected = np.asarray(jnp.asarray(total).astype(jnp.bfloat16).astype(jnp.float32))
+    got = np.asarray(wire.astype(jnp.float32))
+    # The order of the sum may move a value across the middle between two bfloat16 numbers.
+    assert (got != expected).mean() < 0.01
+    np.testing.assert_allclose(got, expected, rtol=2.0**-7)
+    np.testing.assert_allclose(np.asarray(squares).sum(), np.square(got).sum(), rtol=1e-5)
+    assert squares.shape == (num_devices,)
+
+
+def test_what_is_rounded_already_travels_in_half_the_bytes():
+    """An all-to-all of bfloat16 gradients; sums over microbatches, in float32, travel so."""
+
+    def collectives(dtype, wire_dtype=jnp.bfloat16):
+        mapped, gradients = to_wire(2, dtype, wire_dtype)
+        text = str(jax.make_jaxpr(mapped)(gradients))
+        return "all_to_all" in text, "reduce_scatter" in text
+
+    assert collectives(jnp.bfloat16) == (True, False)
+    assert collectives(jnp.float32) == (False, True)
+    assert collectives(jnp.float32, jnp.float32) == (False, True)
