@@ -82,9 +82,9 @@ def chunk_durations(
     costs = _Costs(workload, chunks, batch, strategy, hardware, optimizer_state_bytes)
     first_kept = len(chunks.layers) - strategy.kept_chunks
     layers = [
-        costs.layers(chunk, kept=index >= first_kept) for index, chunk in enumerate(chunks.layers)
+        costs.layers(chunk, kept=index >= first_kept, last=chunk is chunks.layers[-1])
+        for index, chunk in enumerate(chunks.layers)
     ]
-    layers[-1] = replace(layers[-1], stays=True)
     chunked = [replace(costs.embedding(), stays=True), *layers, costs.head()]
     resident = strategy.resident_chunks
     chunked[:resident] = [_on_devices(chunk, hardware) for chunk in chunked[:resident]]
@@ -130,7 +130,7 @@ class _Costs:
         self._matmul_rate = hardware.matmul_flops_per_s(strategy.compute_dtype)
         slower = self._matmul_rate / hardware.bf16_matmul_flops_per_s
         self._attention_rate = hardware.attention_flops_per_s * min(1.0, slower)
-        self._by_kind: dict[tuple[int, bool], ChunkDurations] = {}
+        self._by_kind: dict[tuple[int, bool, bool], ChunkDurations] = {}
 
     def embedding(self) -> ChunkDurations:
         """Lookup forward, scatter-add backward."""
@@ -141,14 +141,17 @@ class _Costs:
         num = self._strategy.num_microbatches
         return self._durations(chunk, num * lookup_s, num * scatter_s, 0.0)
 
-    def layers(self, chunk: ChunkWork, *, kept: bool) -> ChunkDurations:
-        """All layers of a chunk; one that is kept recomputes only its element-wise programs."""
-        key = chunk.kind, kept
+    def layers(self, chunk: ChunkWork, *, kept: bool, last: bool) -> ChunkDurations:
+        """All layers of a chunk; one that is kept recomputes only its element-wise programs.
+
+        The weights of the last chunk stay for its backward, which comes next, in any case.
+        """
+        key = chunk.kind, kept, last
         if key not in self._by_kind:
-            self._by_kind[key] = self._layers(chunk, kept=kept)
+            self._by_kind[key] = self._layers(chunk, kept=kept, stays=kept or last)
         return self._by_kind[key]
 
-    def _layers(self, chunk: ChunkWork, *, kept: bool) -> ChunkDurations:
+    def _layers(self, chunk: ChunkWork, *, kept: bool, stays: bool) -> ChunkDurations:
         forward_s = backward_s = forward_flops = backward_flops = 0.0
         for stage in chunk.stages:
             stage_forward_s, stage_backward_s, flops, stage_backward_flops = self._layer(stage)
@@ -164,7 +167,7 @@ class _Costs:
         num = self._strategy.num_microbatches
         flops = num * (forward_flops + backward_flops - spared)
         times = num * forward_s, num * backward_s
-        return self._durations(chunk, *times, flops, stays=kept)
+        return self._durations(chunk, *times, flops, stays=stays)
 
     def head(self) -> ChunkDurations:
         """Final norm, logits and loss, forward and backward in one: three products (no recompute).

@@ -2,7 +2,8 @@
 
 Every candidate's memory is computed; those that fit are sorted by a lower bound of their step time
 and simulated in that order until the bound of the next is no better than the best time found. So
-the result is the best of all candidates, and a larger budget can only add candidates.
+the result is the best of all candidates, and a larger budget can only add candidates. (With kept
+activations each candidate keeps as much as fits, which is almost always best for it.)
 """
 
 from __future__ import annotations

@@ -68,6 +68,11 @@ def test_first_updates_by_hand(params_and_gradients):
     np.testing.assert_allclose(lion, -RATE * (jnp.sign(g) + decay), rtol=1e-5)
     sgd = first_update("sgd", params, gradients)[MATRIX]
     np.testing.assert_allclose(sgd, -RATE * (g + decay), rtol=1e-5, atol=1e-8)
+    made = optimizer("sgd", adam_beta1=0.7)
+    zero = {name: jnp.zeros_like(value) for name, value in gradients.items()}
+    state = made.update(gradients, made.init(params), params)[1]
+    second = made.update(zero, state, params)[0][MATRIX]
+    np.testing.assert_allclose(second, -RATE * (0.7 * g + decay), rtol=1e-5, atol=1e-8)
     # Rows and columns of g**2 have nearly the same mean here, so the factors are nearly its mean.
     adafactor = first_update("adafactor", params, gradients)[MATRIX]
     steepest = np.asarray(-(adafactor / RATE + decay))
@@ -82,7 +87,7 @@ def test_muon_takes_the_layers_matrices_and_adam_the_rest(params_and_gradients):
     values = np.linalg.svd(orthogonal, compute_uv=False)
     assert values.max() / values.min() < 2  # of the gradient itself: more than 10
     assert np.sqrt(np.mean(orthogonal**2)) == pytest.approx(0.2, rel=0.2)
-    for name in (NORM, EMBED):
+    for name in (NORM, EMBED):  # not orthogonal, but of one size and the gradient's sign
         # The first step with Nesterov's momentum of 0.9, corrected for bias.
         size = RATE * (0.9 * 0.1 / (1 - 0.9**2) + 0.1 / (1 - 0.9))
         np.testing.assert_allclose(updates[name], -size * jnp.sign(gradients[name]), rtol=1e-3)

@@ -204,6 +204,24 @@ def test_pool_regions_by_hand():
     assert pool_regions([192 * MIB] * 3) == (256 * MIB, 512 * MIB)
 
 
+def test_the_pool_has_room_for_what_else_is_copied():
+    """Two of 128 MiB fill 256; ids and losses need some more."""
+    assert pool_regions([128 * MIB] * 2) == (64 * MIB, 256 * MIB)
+
+
+def test_the_pool_is_made_for_gradients_in_the_order_of_backward():
+    """A large embedding comes last; were it first, it would find a place in less."""
+    workload = _workload(8, tied=True)
+    large = replace(workload.embed, group_parameters=(50_000_000,))
+    workload = replace(workload, embed=large)
+    use = memory_use(workload, BATCH, STRATEGY, named_hardware("h200"))
+    sizes = [
+        2 * chunk.padded_parameters
+        for chunk in chunk_stages(workload, STRATEGY.layers_per_chunk, 4, 2).all
+    ]
+    assert use.pinned_pool_bytes == sum(pool_regions(sizes[::-1]))
+
+
 @given(st.lists(st.floats(1, 4 * GIB), min_size=1, max_size=40))
 def test_pool_regions_hold_all_requests_in_their_order(requests):
     """Ascending powers of two, so that XLA's pool makes each in its own size; placed best fit."""

@@ -93,7 +93,7 @@ def test_the_last_product_of_a_chunk_is_not_recomputed():
 def test_routes_share_the_copies_and_pay_for_collectives():
     hardware = replace(_hardware(gather_bytes_per_s=3.0), num_devices=3)
     batch = BatchShape(num_rows=3, seq_length=1)
-    workload = _workload(1, 0, 3, 0)
+    workload = _workload(2, 0, 3, 0)
 
     def durations(weight_route, gradient_route):
         strategy = _strategy(
@@ -111,6 +111,27 @@ def test_routes_share_the_copies_and_pay_for_collectives():
     assert shared.forward_s == pytest.approx(4 / 3)
     assert shared.backward_s == pytest.approx(4 / 3 + 4 / 3)
     assert shared.update_bytes == 3 * (24 + 2)
+
+
+def test_a_visit_takes_no_less_than_its_dispatch():
+    """1 s per visit, 2 + 3 * 1 s for each of two pieces of an upload; none where weights stay."""
+    hardware = replace(
+        _hardware(),
+        num_devices=3,
+        visit_dispatch_s=1.0,
+        upload_call_s=2.0,
+        upload_call_per_device_s=1.0,
+        bf16_matmul_flops_per_s=FREE,
+        gather_bytes_per_s=FREE,
+    )
+    batch = BatchShape(num_rows=3, seq_length=1)
+    strategy = _strategy(num_host_devices=6, weight_route="shard_all_gather")
+    embed, first, last, head = chunk_durations(_workload(2, 1, 1, 0), batch, strategy, hardware)
+    upload_s = 2 * (2 + 3 * 1)
+    assert embed.forward_s == first.forward_s == last.forward_s == pytest.approx(1 + upload_s)
+    assert first.backward_s == head.backward_s == pytest.approx(1 + upload_s)
+    assert embed.backward_s == last.backward_s == pytest.approx(1)
+    assert head.forward_s == 0
 
 
 def test_one_step_bound_by_the_link_in_forward():

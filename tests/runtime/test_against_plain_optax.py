@@ -13,9 +13,11 @@ test says where that holds and why.
 
 from typing import get_args
 
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec
 from plain_training import initial_parameters, random_batch
 from plain_training import train as train_plainly
 from streamed_training import (
@@ -25,6 +27,7 @@ from streamed_training import (
     small_config,
     strategy,
     train,
+    trainer,
 )
 
 from slidedp_jax.update_kernel import KernelForm
@@ -308,3 +311,14 @@ def assert_close(run, other):
         for name, values in state.items():
             atol = 1e-5 * np.abs(values).max()
             np.testing.assert_allclose(other_state[name], values, rtol=0, atol=atol, err_msg=name)
+
+
+@pytest.mark.parametrize(("dtype", "full"), [("float32", True), ("bfloat16", False)])
+def test_float32_products_ask_for_full_precision(dtype, full):
+    """GPUs would multiply in TF32; on CPUs no result tells."""
+    with trainer(
+        small_config(layers=1), optax.sgd(1.0), strategy(compute_dtype=dtype), num_devices=1
+    ) as it:
+        same = PartitionSpec()
+        program = it._programs._map(lambda x: x @ x, (same,), same)
+        assert ("HIGHEST" in program.lower(jnp.ones((4, 4), dtype)).as_text()) == full

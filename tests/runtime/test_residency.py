@@ -14,6 +14,7 @@ import pytest
 from plain_training import random_batch
 from streamed_training import small_config, strategy, trainer
 
+from planner.pinned_pool import pool_regions
 from slidedp_jax import UserError
 from slidedp_jax.process import current_setup
 from slidedp_jax.trace import Tracer
@@ -141,6 +142,29 @@ def test_a_trainer_leaves_nothing_behind():
     del it
     gc.collect()
     assert [part() for part in left] == [None] * len(left)
+
+
+def test_a_trainer_for_inference_does_not_train():
+    config = small_config(layers=1)
+    batch = random_batch(config, NUM_ROWS, NUM_TOKENS, packed=False)
+    with trainer(config, optax.sgd(1e-2), strategy(), num_devices=1, inference_only=True) as it:
+        assert it._gradient_regions() == ()
+        loss, _ = it.evaluate(batch)
+        assert np.isfinite(loss)
+        with pytest.raises(UserError, match="inference_only"):
+            it.step(batch)
+
+
+@pytest.mark.parametrize("gradient_route", ["reduce_scatter", "host_sum"])
+def test_page_locked_memory_is_made_for_gradients_that_travel(gradient_route):
+    """Last layers first; each device's share, or from each device all; float32 in fp32 compute."""
+    config = small_config(layers=2)
+    resident = 0 if gradient_route == "host_sum" else 2
+    plan = strategy(gradient_route=gradient_route, resident_chunks=resident, rows_per_microbatch=1)
+    with trainer(config, optax.sgd(1e-2), plan, num_devices=2) as it:
+        sizes = [layout.padded_size for layout in it.store.layouts[resident:]]
+        each = [4 * size if gradient_route == "host_sum" else 2 * size for size in sizes[::-1]]
+        assert it._gradient_regions() == pool_regions([size for size in each for _ in range(2)])
 
 
 def test_a_closed_trainer_says_so():

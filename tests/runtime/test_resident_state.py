@@ -92,6 +92,19 @@ def test_each_device_holds_its_share_of_resident_state():
                 assert {share.device for share in shares} == set(it._devices)
 
 
+def test_resident_weights_are_gathered_by_a_program():
+    """Whatever the weight route; a sharding that jit changes by itself would be slow on GPUs."""
+    config = small_config(layers=LAYERS)
+    plan = strategy(resident_chunks=1, rows_per_microbatch=6)
+    with trainer(config, OPTIMIZER, plan, num_devices=2) as it:
+        it.step(batches(config)[0])
+        it.wait()
+        layout, parts = it.store.layouts[0], it.store.chunks[0]
+        fetched = tuple(tuple((part.arrays[field],) for field in (0, 1)) for part in parts)
+        program = it._programs._unpack[layout.signature]
+        assert "all_gather" in program.lower(fetched).as_text()
+
+
 @pytest.mark.parametrize(("before", "after"), [(0, 3), (CHUNKS, 2)])
 def test_a_checkpoint_goes_on_with_other_chunks_on_the_devices(before, after, tmp_path):
     config = small_config(tied=True, layers=LAYERS)
