@@ -127,8 +127,6 @@ class _Job:
 
     def with_state_on_devices(self, strategy: Strategy, *, keep_activations: bool) -> Strategy:
         """The fastest of the same strategy with more or fewer of the lowest chunks resident."""
-        if strategy.gradient_route != "reduce_scatter":
-            return strategy
         num_chunks = -(-len(self.workload.layers) // strategy.layers_per_chunk) + 2
         steps = sorted({num_chunks * n // RESIDENT_STEPS for n in range(RESIDENT_STEPS + 1)} | {1})
         tried = []
@@ -197,12 +195,19 @@ def plan(
       keep_activations: instead of recomputing, keep weights and intermediate results of as many
         layer chunks as fit; None: on devices with memory of their own.
       resident_state: let the training state of the lowest chunks stay on the devices where that
-        makes a step faster and fits.
+        makes a step faster and fits; the devices then sum the gradients.
 
     Raises:
       PlanError: the request is contradictory, or nothing fits. All limits are listed.
     """
     choices = choices or Choices()
+    if resident_state:
+        if choices.gradient_route == "host_sum":
+            raise PlanError(
+                "state that stays on the devices is updated from gradients that they sum; use "
+                "gradient_route reduce_scatter, or no resident_state."
+            )
+        choices = replace(choices, gradient_route="reduce_scatter")
     job = _Job(
         workload=workload,
         batch=batch,
@@ -269,8 +274,8 @@ def _check_request(job: _Job, choices: Choices, update_policy: str, compute_dtyp
     batch, hardware = job.batch, job.hardware
     problems = []
     for name, budget, size in (
-        ("device_budget_bytes", job.device_budget_bytes, hardware.device_memory_bytes),
-        ("host_budget_bytes", job.host_budget_bytes, hardware.host_memory_bytes),
+        ("the device memory budget", job.device_budget_bytes, hardware.device_memory_bytes),
+        ("the host memory budget", job.host_budget_bytes, hardware.host_memory_bytes),
     ):
         if not 0 < budget <= size:
             problems.append(

@@ -26,6 +26,8 @@ from slidedp_jax.errors import UserError
 
 Scheduler = Literal["cosine", "linear", "constant", "constant_with_warmup"]
 Optimizer = Literal["adamw", "lion", "sgd", "adafactor", "muon"]
+WHOLE_PARAMETER_OPTIMIZERS = ("adafactor", "muon")
+"""Those whose update of a matrix reads all of it."""
 
 
 def _setting(group: str, text: str, default: Any = dataclasses.MISSING) -> Any:
@@ -146,6 +148,16 @@ class TrainArguments:
             self._require(name, 0 <= getattr(self, name) < 1, "0 to 1, 1 excluded")
         self._require("adam_epsilon", 0 < self.adam_epsilon < math.inf, "positive")
         self._require("max_seq_length", self.max_seq_length >= 2, "at least 2")
+        if self.resident_state and self.optim in WHOLE_PARAMETER_OPTIMIZERS:
+            raise UserError(
+                f"resident_state is for optimizers that update each weight by itself; {self.optim} "
+                "reads whole matrices, on the host. Drop resident_state, or use another optim"
+            )
+        if self.resident_state and self.gradient_route == "host_sum":
+            raise UserError(
+                "resident_state needs gradients that the devices sum: drop gradient_route host_sum "
+                "or resident_state"
+            )
         if not self.train_file:
             raise UserError("train_file is empty; give at least one file")
 
@@ -239,7 +251,9 @@ def convert(name: str, value: Any) -> Any:
       UserError: it is of another type.
     """
     hint = _HINTS[name]
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    # `Literal[...] | None` is of another type than `int | None`.
+    is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+    options = typing.get_args(hint) if is_union else (hint,)
     if type(None) in options:
         if _scalar(name, value) in (None, "None", "none", "null", "Null", "~", ""):
             return None

@@ -20,7 +20,12 @@ import slidedp_jax
 from planner.report import plan_as_dict, plan_as_text
 from planner.search import Plan
 from planner.workload import BatchShape, Workload
-from slidedp_jax.arguments import TrainArguments, help_text, parse_arguments
+from slidedp_jax.arguments import (
+    WHOLE_PARAMETER_OPTIMIZERS,
+    TrainArguments,
+    help_text,
+    parse_arguments,
+)
 from slidedp_jax.errors import UserError
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
@@ -61,6 +66,8 @@ def train(args: TrainArguments) -> int:
     if args.freeze:
         print(frozen_note(args, inputs.config))
     print(plan_as_text(plan), flush=True)
+    if args.optim in WHOLE_PARAMETER_OPTIMIZERS:
+        print(f"note: {args.optim} updates whole matrices on the host; steps take longer than that")
     if args.dry_run:
         return 0
     with _StopAtSignal() as stop:

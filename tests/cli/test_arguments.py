@@ -1,10 +1,18 @@
 """Settings from file and command line: spellings, precedence, and what unknown names get."""
 
 import json
+import typing
 
 import pytest
 
-from slidedp_jax.arguments import _ALIASES, FIELDS, help_text, parse_arguments
+from slidedp_jax.arguments import (
+    _ALIASES,
+    FIELDS,
+    TrainArguments,
+    convert,
+    help_text,
+    parse_arguments,
+)
 from slidedp_jax.errors import UserError
 from slidedp_jax.train import main
 
@@ -54,6 +62,36 @@ def test_truth(from_file, text, value):
 def test_zero_limit_means_no_clipping(from_file):
     assert from_file("max_grad_norm: 0").clip is None
     assert from_file("max_grad_norm: 0.5").clip == 0.5
+
+
+@pytest.mark.parametrize("from_file", [False, True])
+def test_every_choice_of_every_setting_is_taken_and_no_other(from_file):
+    hints = typing.get_type_hints(TrainArguments)
+    names = [name for name, hint in hints.items() if choices_of(hint)]
+    assert {"optim", "weight_route", "gradient_route", "dtype", "loss_on"} <= set(names)
+    for name in names:
+        for value in choices_of(hints[name]):
+            assert convert(name, value if from_file else [value]) == value
+        with pytest.raises(UserError, match=f"{name} is 'nonsense'; it can be"):
+            convert(name, "nonsense" if from_file else ["nonsense"])
+    assert convert("gradient_route", "null") is None
+
+
+def choices_of(hint):
+    """Values of a Literal, also where None is allowed beside them."""
+    parts = (hint, *typing.get_args(hint))
+    found = [part for part in parts if typing.get_origin(part) is typing.Literal]
+    return typing.get_args(found[0]) if found else ()
+
+
+@pytest.mark.parametrize(
+    "settings", [{"optim": "muon"}, {"optim": "adafactor"}, {"gradient_route": "host_sum"}]
+)
+def test_resident_state_is_refused_where_it_cannot_be(settings):
+    base = {"model_name_or_path": "m", "train_file": ["f"], "output_dir": "o"}
+    TrainArguments(**base, **settings)
+    with pytest.raises(UserError, match="resident_state"):
+        TrainArguments(**base, **settings, resident_state=True)
 
 
 def test_whole_numbers(from_file):

@@ -94,8 +94,11 @@ def test_other_devices_and_chunks_continue(
         layers_per_chunk=layers_per_chunk,
         rows_per_microbatch=4,
         save_total_limit=6,
+        weight_route="shard_all_gather",
+        gradient_route="host_sum" if num_devices > 1 else "reduce_scatter",
     )
     assert done.returncode == 0, done.stderr
+    assert "shard_all_gather" in done.stdout
     assert "at step 6" in done.stdout
     np.testing.assert_allclose(losses(out), losses(straight), rtol=1e-6)
     assert [m["row_ids"] for m in metrics(out)] == [m["row_ids"] for m in metrics(straight)]

@@ -155,7 +155,7 @@ def test_contradictions_are_reported_together():
         "rows_per_microbatch is 3",
         "num_host_devices is 5",
         "prefetch_depth is 0",
-        "device_budget_bytes is 200.00 GiB; h200 has 139.00 GiB",
+        "the device memory budget is 200.00 GiB; h200 has 139.00 GiB",
     ):
         assert part in message
 
@@ -216,10 +216,11 @@ def test_state_on_the_devices_ends_the_wait_for_the_host_update():
     # Nothing to gain where the host update hides already, or no room.
     tight = plan(QWEN3_4B, batch, hardware, resident_state=True, device_budget_bytes=24 * GIB)
     assert tight.strategy.resident_chunks == 0
-    by_host = Choices(gradient_route="host_sum")
-    two = hardware.with_devices(2)
-    summed = plan(QWEN3_4B, batch, two, resident_state=True, choices=by_host)
-    assert summed.strategy.resident_chunks == 0
+    two = plan(QWEN3_4B, batch, hardware.with_devices(2), resident_state=True)
+    assert two.strategy.gradient_route == "reduce_scatter" and two.strategy.resident_chunks > 0
+    with pytest.raises(PlanError, match="reduce_scatter"):
+        by_host = Choices(gradient_route="host_sum")
+        plan(QWEN3_4B, batch, hardware, resident_state=True, choices=by_host)
 
 
 def test_the_cpu_backend_keeps_activations_only_when_asked():

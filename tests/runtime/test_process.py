@@ -178,7 +178,12 @@ def test_compiled_programs_are_kept_in_the_users_cache_on_gpus(monkeypatch, tmp_
     folder = pathlib.Path(cache_folder("auto", "cuda"))
     assert folder.parent == tmp_path / "slidedp_jax" and folder.name.startswith("compiled-")
     assert cache_folder("auto", "cpu") is None
-    assert cache_folder("/here", "cpu") == "/here"
+    assert cache_folder(str(tmp_path / "here"), "cpu") == str(tmp_path / "here")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="file cannot be used"):
+        cache_folder(str(tmp_path / "file"), "cpu")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert cache_folder("auto", "cuda") is None
     assert cache_folder(None, "cuda") is None
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/mine")
     assert cache_folder("auto", "cuda") is None
