@@ -201,13 +201,6 @@ def plan(
       PlanError: the request is contradictory, or nothing fits. All limits are listed.
     """
     choices = choices or Choices()
-    if resident_state:
-        if choices.gradient_route == "host_sum":
-            raise PlanError(
-                "state that stays on the devices is updated from gradients that they sum; use "
-                "gradient_route reduce_scatter, or no resident_state."
-            )
-        choices = replace(choices, gradient_route="reduce_scatter")
     job = _Job(
         workload=workload,
         batch=batch,
@@ -216,7 +209,9 @@ def plan(
         device_budget_bytes=_or(device_budget_bytes, hardware.device_memory_bytes),
         host_budget_bytes=_or(host_budget_bytes, hardware.host_memory_bytes),
     )
-    _check_request(job, choices, update_policy, compute_dtype)
+    _check_request(job, choices, update_policy, compute_dtype, resident_state)
+    if resident_state:  # the devices update it from gradients that they sum
+        choices = replace(choices, gradient_route="reduce_scatter")
     families = candidates(
         workload,
         batch,
@@ -235,13 +230,14 @@ def plan(
         better = job.with_state_on_devices(ranked[0].strategy, keep_activations=keep_activations)
         if better.resident_chunks:
             ranked.insert(0, job.alternative(better))
+    return _as_plan(job, ranked, misfits)
+
+
+def _as_plan(
+    job: _Job, ranked: list[Alternative], misfits: list[tuple[Strategy, MemoryUse]]
+) -> Plan:
     return Plan(
-        workload=workload,
-        batch=batch,
-        hardware=hardware,
-        optimizer_state_bytes=optimizer_state_bytes,
-        device_budget_bytes=job.device_budget_bytes,
-        host_budget_bytes=job.host_budget_bytes,
+        **{name: getattr(job, name) for name in _Job.__dataclass_fields__},
         chosen=ranked[0],
         runners_up=tuple(ranked[1 : 1 + NUM_RUNNERS_UP]),
         rejected=_most_promising(job, misfits, ranked[0].time.step_s),
@@ -269,7 +265,9 @@ def _or(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
-def _check_request(job: _Job, choices: Choices, update_policy: str, compute_dtype: str) -> None:
+def _check_request(
+    job: _Job, choices: Choices, update_policy: str, compute_dtype: str, resident_state: bool
+) -> None:
     """Reports everything that is wrong with the request at once."""
     batch, hardware = job.batch, job.hardware
     problems = []
@@ -282,6 +280,11 @@ def _check_request(job: _Job, choices: Choices, update_policy: str, compute_dtyp
                 f"{name} is {budget / GIB:.2f} GiB; {hardware.name} has {size / GIB:.2f} GiB, use "
                 "more than 0 and at most that"
             )
+    if resident_state and choices.gradient_route == "host_sum":
+        problems.append(
+            "gradient_route is 'host_sum', but state that stays on the devices is updated from "
+            "gradients that they sum; use reduce_scatter, or no resident_state"
+        )
     if update_policy not in UPDATE_POLICIES:
         problems.append(f"update_policy is {update_policy!r}; allowed: {UPDATE_POLICIES}")
     if compute_dtype not in COMPUTE_DTYPES:

@@ -258,13 +258,14 @@ class HostOptimizer:
             norm = self._norm if self.deferred else 0.0
             # Known to run from here on: what has been started must end even if a later part fails.
             running = _RunningUpdate(step=step, chunk=chunk, finish=[])
-            self._running.append(running)
+            resident = self._store.layouts[chunk].resident
+            if not resident:
+                self._running.append(running)
             for part, gradients in zip(trained, summands, strict=True):
                 finish = self._updates.start(part, gradients, self._scalars, norm, self._max_norm)
                 if finish is not None:
                     running.finish.append(finish)
-        if self._store.layouts[chunk].resident:
-            self._running.remove(running)
+        if resident:
             self._fences.commit(chunk, step)
 
     def _finish(self) -> None:

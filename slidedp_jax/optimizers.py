@@ -36,25 +36,22 @@ def _decay_mask(params: Mapping[str, Any]) -> dict[str, bool]:
     return {name: decays(name, jnp.shape(value)) for name, value in params.items()}
 
 
+def _averages_and_decay(args: TrainArguments) -> dict[str, Any]:
+    """What AdamW and Lion take alike."""
+    return {
+        "b1": args.adam_beta1,
+        "b2": args.adam_beta2,
+        "weight_decay": args.weight_decay,
+        "mask": _decay_mask,
+    }
+
+
 def _adamw(args: TrainArguments, rate: optax.Schedule) -> optax.GradientTransformation:
-    return optax.adamw(
-        rate,
-        b1=args.adam_beta1,
-        b2=args.adam_beta2,
-        eps=args.adam_epsilon,
-        weight_decay=args.weight_decay,
-        mask=_decay_mask,
-    )
+    return optax.adamw(rate, eps=args.adam_epsilon, **_averages_and_decay(args))
 
 
 def _lion(args: TrainArguments, rate: optax.Schedule) -> optax.GradientTransformation:
-    return optax.lion(
-        rate,
-        b1=args.adam_beta1,
-        b2=args.adam_beta2,
-        weight_decay=args.weight_decay,
-        mask=_decay_mask,
-    )
+    return optax.lion(rate, **_averages_and_decay(args))
 
 
 def _sgd(args: TrainArguments, rate: optax.Schedule) -> optax.GradientTransformation:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +14,6 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models.streamed import Cache, CachedFn, StreamedModel
-from planner.pinned_pool import pool_regions
 from planner.strategy import Strategy
 from slidedp_jax.batch import PreparedBatch, prepare
 from slidedp_jax.chunk import ChunkLayout
@@ -23,23 +21,20 @@ from slidedp_jax.compute import ComputePrograms
 from slidedp_jax.errors import UserError
 from slidedp_jax.fences import Fences
 from slidedp_jax.host_optimizer import HostOptimizer
-from slidedp_jax.host_store import HostStore
 from slidedp_jax.metrics import StepMetrics, mean_loss
 from slidedp_jax.model_chunks import chunks_of, trained_shapes
 from slidedp_jax.part_updates import PartUpdates
 from slidedp_jax.pipeline import GradientSink, Pipeline, StepOutputs
 from slidedp_jax.process import current_setup
 from slidedp_jax.routes import DATA_AXIS, Gradient, GradientPath, weight_path
+from slidedp_jax.starting_state import Parameters, check_host_devices, make_state
 from slidedp_jax.step_guard import NonfinitePolicy, StepEnd, StepGuard
 from slidedp_jax.trace import Tracer
-from slidedp_jax.transfers import reserve_pinned
 from slidedp_jax.treatments import Treatments
 from slidedp_jax.update_kernel import KernelForm
 from slidedp_jax.weight_window import StreamedWeights, WeightSource
 
 _LOG = logging.getLogger(__name__)
-
-Parameters = Mapping[str, np.ndarray] | Callable[[Callable[[str, np.ndarray], None]], Any]
 
 
 class Trainer:
@@ -106,7 +101,7 @@ class Trainer:
         self._tracer = tracer or Tracer()
         devices, host_devices = current_setup().devices()
         self._devices = _first(devices, num_devices)
-        self._check_strategy(len(host_devices))
+        check_host_devices(strategy, len(host_devices), len(self._devices))
         self._mesh = Mesh(
             np.array(self._devices), (DATA_AXIS,), axis_types=(jax.sharding.AxisType.Auto,)
         )
@@ -117,22 +112,18 @@ class Trainer:
         layouts, layer_fns = chunks_of(model, strategy, treatments)
         frozen_chunks = [n for n, layout in enumerate(layouts) if not layout.trained_parts]
         self._fences = Fences(len(layouts), frozen=frozen_chunks)
-        self.store = self._make_store(layouts, host_devices, treatments)
-        with ThreadPoolExecutor(1) as pool:
-            # Page-locking is the driver's work and goes on beside the reading of the weights.
-            reserved = pool.submit(reserve_pinned, self._gradient_regions(), self._devices[0])
-            self._write_parameters(parameters, seed)
-            reserved.result()
-        updates = PartUpdates(
+        self.store = make_state(
+            model,
+            layouts,
             treatments,
-            self.store,
-            device_sharding=self._device_sharding,
-            block_size=strategy.block_size,
-            form=kernel_form,
+            strategy,
+            host_devices[: strategy.num_host_devices],
+            self._device_sharding,
+            parameters=parameters,
+            seed=seed,
+            for_training=not inference_only,
         )
-        self.kernel_form = updates.form
-        for part in self.store.parts:
-            updates.init(part)
+        updates = self._start_updates(treatments, kernel_form)
         self._make_pipeline(layouts, layer_fns)
         self._updates = HostOptimizer(
             self.store,
@@ -150,35 +141,19 @@ class Trainer:
             tracer=self._tracer,
         )
 
-    def _make_store(
-        self,
-        layouts: Sequence[ChunkLayout],
-        host_devices: Sequence[jax.Device],
-        treatments: Treatments,
-    ) -> HostStore:
-        return HostStore(
-            layouts,
-            host_devices[: self.strategy.num_host_devices],
-            [optimizer.state_dtypes for optimizer in treatments.optimizers],
+    def _start_updates(self, treatments: Treatments, kernel_form: KernelForm | None) -> PartUpdates:
+        """The compiled updates; every part's optimizer state is initialised."""
+        updates = PartUpdates(
+            treatments,
+            self.store,
             device_sharding=self._device_sharding,
-            upload_low=self.strategy.compute_dtype == "float32",
+            block_size=self.strategy.block_size,
+            form=kernel_form,
         )
-
-    def _gradient_regions(self) -> tuple[int, ...]:
-        """Page-locked regions that hold the gradients of one step."""
-        if self._inference_only:
-            return ()
-        strategy, count = self.strategy, len(self._devices)
-        copies, share = (count, 1) if strategy.gradient_route == "host_sum" else (1, count)
-        return pool_regions(
-            [
-                part.padded_size * strategy.gradient_bytes / share
-                for layout in reversed(self.store.layouts)
-                if not layout.resident
-                for part in layout.trained_parts
-                for _ in range(copies * share)
-            ]
-        )
+        self.kernel_form = updates.form
+        for part in self.store.parts:
+            updates.init(part)
+        return updates
 
     def _make_pipeline(self, layouts: Sequence[ChunkLayout], layer_fns: Sequence[Any]) -> None:
         """What moves weights and gradients, and the programs and order of the devices' work."""
@@ -386,33 +361,6 @@ class Trainer:
 
     def _scalar(self, value: float) -> jax.Array:
         return jax.device_put(np.float32(value), NamedSharding(self._mesh, PartitionSpec()))
-
-    def _write_parameters(self, parameters: Parameters | None, seed: int) -> None:
-        if parameters is None:
-            self.store.fill(lambda name, shape: self.model.initial_value(name, shape, seed))
-        elif isinstance(parameters, Mapping):
-            missing = self.store.shapes.keys() - parameters.keys()
-            unknown = parameters.keys() - self.store.shapes.keys()
-            if missing or unknown:
-                raise UserError(
-                    f"the starting weights lack {len(missing)} parameters (such as "
-                    f"{min(missing, default='none')}) and have {len(unknown)} that the model does "
-                    f"not have (such as {min(unknown, default='none')})"
-                )
-            for name, values in parameters.items():
-                self.store.write(name, np.asarray(values))
-        else:
-            parameters(self.store.write)
-
-    def _check_strategy(self, num_host_devices: int) -> None:
-        count = self.strategy.num_host_devices
-        if count > num_host_devices or count % len(self._devices):
-            raise UserError(
-                f"the strategy shards the host state over {count} host devices; this process has "
-                f"{num_host_devices}, and the number must be a multiple of its "
-                f"{len(self._devices)} compute devices. Plan again, or pass num_host_devices to "
-                "slidedp_jax.configure()"
-            )
 
 
 def _warn_of_whole_parameters(treatments: Treatments) -> None:

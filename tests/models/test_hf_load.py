@@ -263,6 +263,7 @@ print(peak_bytes() - before)
 """
 
 
+# Where the system cannot be told to drop pages (no Linux), they stay until it needs the memory.
 @pytest.mark.skipif(not hasattr(mmap, "MADV_DONTNEED"), reason="needs madvise")
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_peak_extra_memory_is_one_tensor_per_thread(tmp_path, num_threads):

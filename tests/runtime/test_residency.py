@@ -15,8 +15,9 @@ from plain_training import random_batch
 from streamed_training import small_config, strategy, trainer
 
 from planner.pinned_pool import pool_regions
-from slidedp_jax import UserError
+from slidedp_jax import UserError, starting_state
 from slidedp_jax.process import current_setup
+from slidedp_jax.starting_state import gradient_regions
 from slidedp_jax.trace import Tracer
 
 NUM_DEVICES, NUM_ROWS, NUM_TOKENS = 2, 2, 4
@@ -144,15 +145,18 @@ def test_a_trainer_leaves_nothing_behind():
     assert [part() for part in left] == [None] * len(left)
 
 
-def test_a_trainer_for_inference_does_not_train():
+def test_a_trainer_for_inference_does_not_train(monkeypatch):
+    reserved = []
+    monkeypatch.setattr(starting_state, "reserve_pinned", lambda *of: reserved.append(of[0]))
     config = small_config(layers=1)
     batch = random_batch(config, NUM_ROWS, NUM_TOKENS, packed=False)
     with trainer(config, optax.sgd(1e-2), strategy(), num_devices=1, inference_only=True) as it:
-        assert it._gradient_regions() == ()
         loss, _ = it.evaluate(batch)
         assert np.isfinite(loss)
         with pytest.raises(UserError, match="inference_only"):
             it.step(batch)
+    with trainer(config, optax.sgd(1e-2), strategy(), num_devices=1) as it:
+        assert reserved == [(), gradient_regions(it.store.layouts, strategy(), 1)]
 
 
 @pytest.mark.parametrize("gradient_route", ["reduce_scatter", "host_sum"])
@@ -164,7 +168,8 @@ def test_page_locked_memory_is_made_for_gradients_that_travel(gradient_route):
     with trainer(config, optax.sgd(1e-2), plan, num_devices=2) as it:
         sizes = [layout.padded_size for layout in it.store.layouts[resident:]]
         each = [4 * size if gradient_route == "host_sum" else 2 * size for size in sizes[::-1]]
-        assert it._gradient_regions() == pool_regions([size for size in each for _ in range(2)])
+        regions = gradient_regions(it.store.layouts, plan, 2)
+        assert regions == pool_regions([size for size in each for _ in range(2)])
 
 
 def test_a_closed_trainer_says_so():

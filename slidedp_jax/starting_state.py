@@ -1,0 +1,120 @@
+"""The training state at the start of a run: made, filled with weights, with room for gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from models.streamed import StreamedModel
+from planner.pinned_pool import pool_regions
+from planner.strategy import Strategy
+from slidedp_jax.chunk import ChunkLayout
+from slidedp_jax.errors import UserError
+from slidedp_jax.host_store import HostStore
+from slidedp_jax.transfers import reserve_pinned
+from slidedp_jax.treatments import Treatments
+
+Parameters = Mapping[str, np.ndarray] | Callable[[Callable[[str, np.ndarray], None]], Any]
+"""Starting weights: by full name, or a function that is handed `write(name, array)`."""
+
+
+def make_state(
+    model: StreamedModel,
+    layouts: Sequence[ChunkLayout],
+    treatments: Treatments,
+    strategy: Strategy,
+    host_devices: Sequence[jax.Device],
+    device_sharding: NamedSharding,
+    *,
+    parameters: Parameters | None,
+    seed: int,
+    for_training: bool,
+) -> HostStore:
+    """The state with its weights; optimizer state is there but not initialised.
+
+    Args:
+      model: initial values where `parameters` is None.
+      layouts: chunks in forward order.
+      treatments: what the optimizer keeps.
+      strategy: dtype and gradient route.
+      host_devices: CPU devices over which the state is sharded.
+      device_sharding: over the compute devices.
+      parameters: starting weights; None for random ones.
+      seed: of those.
+      for_training: make page-locked memory for gradients.
+
+    Raises:
+      UserError: `parameters` are not those of the model.
+    """
+    store = HostStore(
+        layouts,
+        host_devices,
+        [optimizer.state_dtypes for optimizer in treatments.optimizers],
+        device_sharding=device_sharding,
+        upload_low=strategy.compute_dtype == "float32",
+    )
+    devices = list(device_sharding.mesh.devices.flat)
+    regions = gradient_regions(layouts, strategy, len(devices)) if for_training else ()
+    with ThreadPoolExecutor(1) as pool:
+        # Page-locking is the driver's work and goes on beside the reading of the weights.
+        reserved = pool.submit(reserve_pinned, regions, devices[0])
+        _write(store, model, parameters, seed)
+        reserved.result()
+    return store
+
+
+def gradient_regions(
+    layouts: Sequence[ChunkLayout], strategy: Strategy, num_devices: int
+) -> tuple[int, ...]:
+    """Page-locked regions that hold the gradients of one step, bytes each."""
+    by_host = strategy.gradient_route == "host_sum"
+    copies, share = (num_devices, 1) if by_host else (1, num_devices)
+    return pool_regions(
+        [
+            part.padded_size * strategy.gradient_bytes / share
+            for layout in reversed(layouts)
+            if not layout.resident
+            for part in layout.trained_parts
+            for _ in range(copies * share)
+        ]
+    )
+
+
+def check_host_devices(strategy: Strategy, num_host_devices: int, num_devices: int) -> None:
+    """Whether the process has the CPU devices that the strategy wants.
+
+    Raises:
+      UserError: too few, or no multiple of the compute devices.
+    """
+    count = strategy.num_host_devices
+    if count > num_host_devices or count % num_devices:
+        raise UserError(
+            f"the strategy shards the host state over {count} host devices; this process has "
+            f"{num_host_devices}, and the number must be a multiple of its {num_devices} compute "
+            "devices. Plan again, or pass num_host_devices to slidedp_jax.configure()"
+        )
+
+
+def _write(
+    store: HostStore, model: StreamedModel, parameters: Parameters | None, seed: int
+) -> None:
+    if parameters is None:
+        store.fill(lambda name, shape: model.initial_value(name, shape, seed))
+    elif isinstance(parameters, Mapping):
+        missing = store.shapes.keys() - parameters.keys()
+        unknown = parameters.keys() - store.shapes.keys()
+        if missing or unknown:
+            raise UserError(
+                f"the starting weights lack {len(missing)} parameters (such as "
+                f"{min(missing, default='none')}) and have {len(unknown)} that the model does not "
+                f"have (such as {min(unknown, default='none')})"
+            )
+        for name, values in parameters.items():
+            store.write(name, np.asarray(values))
+    else:
+        parameters(store.write)
