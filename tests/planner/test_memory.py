@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.config import ModelConfig, named_config
+from planner import memory
 from planner.chunking import chunk_stages, padded_size
 from planner.hardware import GIB, MIB, named_hardware
 from planner.memory import device_phases, memory_use, packed_attention_bytes
@@ -209,17 +210,17 @@ def test_the_pool_has_room_for_what_else_is_copied():
     assert pool_regions([128 * MIB] * 2) == (64 * MIB, 256 * MIB)
 
 
-def test_the_pool_is_made_for_gradients_in_the_order_of_backward():
-    """A large embedding comes last; were it first, it would find a place in less."""
+def test_the_pool_is_made_for_gradients_in_the_order_of_backward(monkeypatch):
+    """The head's first, the embedding's last; those of resident chunks do not travel."""
+    asked = []
+    monkeypatch.setattr(memory, "pool_regions", lambda requests: asked.append(requests) or (7,))
     workload = _workload(8, tied=True)
-    large = replace(workload.embed, group_parameters=(50_000_000,))
-    workload = replace(workload, embed=large)
-    use = memory_use(workload, BATCH, STRATEGY, named_hardware("h200"))
-    sizes = [
-        2 * chunk.padded_parameters
-        for chunk in chunk_stages(workload, STRATEGY.layers_per_chunk, 4, 2).all
-    ]
-    assert use.pinned_pool_bytes == sum(pool_regions(sizes[::-1]))
+    for resident_chunks in (0, 2):
+        strategy = replace(STRATEGY, resident_chunks=resident_chunks)
+        use = memory_use(workload, BATCH, strategy, named_hardware("h200"))
+        assert use.pinned_pool_bytes == 7
+    # Blocks of 4 on 2 devices: embed 40, four chunks of two layers 72, head 8; 2 bytes each.
+    assert asked == [[16, *[144] * 4, 80], [16, *[144] * 3]]
 
 
 @given(st.lists(st.floats(1, 4 * GIB), min_size=1, max_size=40))
