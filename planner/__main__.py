@@ -105,8 +105,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--resident_state",
-        action="store_true",
-        help="let the training state of the lowest chunks stay on the devices where that pays",
+        action=argparse.BooleanOptionalAction,
+        help="let the training state of the lowest chunks stay on the devices where that pays or "
+        "the host has no room; by default on devices with memory of their own",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     return parser

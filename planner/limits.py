@@ -21,6 +21,7 @@ _ADVICE: Mapping[str, str] = {
     "recompute_residuals": "use shorter sequences",
     "kept_chunks": "keep fewer chunks",
     "resident_state": "leave the state of more chunks on the host",
+    "resident_gradients": "leave the state of more chunks on the host",
     "layer_workspace": "use shorter sequences",
     "packed_attention": "use shorter rows, rows without packing, or drop very short documents: the "
     "workspace grows with the documents of a row",
@@ -34,6 +35,7 @@ _ADVICE: Mapping[str, str] = {
     "master_weights": "use a host with more memory or a smaller model",
     "optimizer_state": "use an optimizer with less state (bf16 moments, one moment or none), or a "
     "host with more memory",
+    "state_in_passing": "leave the embedding's state on the host, or use fewer layers per chunk",
     "waiting_gradients": "use bfloat16 compute or gradient_route reduce_scatter",
     "pinned_pool_overhead": "use fewer layers per chunk",
     "compute_devices": "use fewer compute devices or fewer tokens per step",

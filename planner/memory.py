@@ -86,13 +86,14 @@ def memory_use(
     phases = device_phases(workload, chunks, batch, strategy, hardware.num_devices)
     packed = packed_attention_bytes(workload, batch, strategy)
     if packed and not hardware.unified_memory:  # the CPU backend does not use cuDNN
-        phases["backward"]["packed_attention"] = packed
-    if resident := resident_state_bytes(chunks, strategy, hardware, optimizer_state_bytes):
-        for categories in phases.values():
-            categories["resident_state"] = resident
+        for name in ("backward", "first_backward"):
+            phases[name]["packed_attention"] = packed
     phase = max(phases, key=lambda name: sum(phases[name].values()))
     device = dict(phases[phase])
     device["allocator_fragmentation"] = FRAGMENTATION * sum(device.values())
+    if resident := resident_parameters(chunks, strategy):
+        state = (MASTER_BYTES + optimizer_state_bytes) * resident / hardware.num_devices
+        device["resident_state"] = state  # made first and never freed: it leaves no holes
     device["runtime_reserve"] = hardware.device_reserve_bytes
     host, pool = _host(chunks, strategy, hardware, optimizer_state_bytes)
     if hardware.unified_memory:
@@ -100,16 +101,9 @@ def memory_use(
     return MemoryUse(device=device, device_phase=phase, host=host, pinned_pool_bytes=pool)
 
 
-def resident_state_bytes(
-    chunks: Chunks,
-    strategy: Strategy,
-    hardware: HardwareProfile,
-    optimizer_state_bytes: float = ADAMW_STATE_BYTES,
-) -> float:
-    """One device's share of the state of resident chunks, and of their waiting gradients."""
-    parameters = sum(chunk.padded_parameters for chunk in chunks.all[: strategy.resident_chunks])
-    each = MASTER_BYTES + optimizer_state_bytes + strategy.gradient_bytes
-    return each * parameters / hardware.num_devices
+def resident_parameters(chunks: Chunks, strategy: Strategy) -> int:
+    """Parameters, padded, whose state stays on the devices, each with its share."""
+    return sum(chunk.padded_parameters for chunk in chunks.all[: strategy.resident_chunks])
 
 
 def device_phases(
@@ -122,10 +116,19 @@ def device_phases(
     - `loss`: logits and the head's gradient, the layer window still there.
     - `backward`: the last layer chunk runs backward; nothing has been freed yet.
     - `pack`: that chunk's gradient is packed, summed over devices in fp32 and rounded.
+    - `first_backward`: the first layer chunk runs backward, beside gradients of resident chunks.
     - `embedding_backward`: the embedding's gradient (always fp32), the other gradients leaving.
     """
     sizes = _Sizes(workload, chunks, batch, strategy, num_devices)
-    return {**_forward_phases(sizes), **_backward_phases(sizes)}
+    phases = {**_forward_phases(sizes), **_backward_phases(sizes)}
+    if strategy.resident_chunks:
+        # They wait from backward to the next step's start, where all of them are used up.
+        first, last = phases["first_backward"], phases["embedding_backward"]
+        above = chunks.all[1 : strategy.resident_chunks]
+        first["resident_gradients"] = last["resident_gradients"] = sum(map(sizes.share, above))
+        waiting = sizes.share(chunks.embed) + last["resident_gradients"]
+        phases["embedding"]["resident_gradients"] = waiting
+    return phases
 
 
 def _forward_phases(sizes: _Sizes) -> dict[str, dict[str, float]]:
@@ -184,6 +187,16 @@ def _backward_phases(sizes: _Sizes) -> dict[str, dict[str, float]]:
             "layer_gradients": sizes.packing(sizes.largest_layer) + layer_wire + leaving,
             **tied_gradient,
             **sizes.kept,
+            "batch_arrays": sizes.batch_arrays,
+        },
+        "first_backward": {
+            "layer_weights": sizes.window,
+            "boundary_activations": 2 * sizes.boundary + sizes.boundary_microbatch,
+            "recompute_residuals": sizes.residuals,
+            "layer_workspace": sizes.per_microbatch("backward_workspace_elements"),
+            "layer_gradients": sizes.gradient(sizes.largest_layer) + layer_wire,
+            **tied_gradient,
+            **sizes.kept_of_first,
             "batch_arrays": sizes.batch_arrays,
         },
         "embedding_backward": {
@@ -253,6 +266,10 @@ class _Sizes:
         whole = float(self._strategy.gradient_bytes * chunk.padded_parameters)
         return whole / self._num_devices if self._scatters else whole
 
+    def share(self, chunk: ChunkWork) -> float:
+        """One device's share of a summed gradient."""
+        return float(self._strategy.gradient_bytes * chunk.padded_parameters) / self._num_devices
+
     def gradient(self, chunk: ChunkWork) -> float:
         """A gradient as it comes out of the backward pass, and the fp32 sum over microbatches."""
         compute = self._strategy.compute_bytes
@@ -287,12 +304,20 @@ class _Sizes:
         """Weights and results of the kept chunks, all microbatches; those of the last one too."""
         if not self._strategy.kept_chunks:
             return {}
+        kept = self.chunks.layers[-self._strategy.kept_chunks :]
+        return {"kept_chunks": sum(map(self._kept, kept))}
+
+    @property
+    def kept_of_first(self) -> dict[str, float]:
+        """Those of the first layer chunk."""
+        if self._strategy.kept_chunks < len(self.chunks.layers):
+            return {}
+        return {"kept_chunks": self._kept(self.chunks.layers[0])}
+
+    def _kept(self, chunk: ChunkWork) -> float:
         tokens = self._tokens * self._strategy.num_microbatches
-        total = 0.0
-        for chunk in self.chunks.layers[-self._strategy.kept_chunks :]:
-            elements = sum(s.kept_elements or s.residual_elements for s in chunk.stages)
-            total += self.weights(chunk) + float(tokens * self._strategy.compute_bytes * elements)
-        return {"kept_chunks": total}
+        elements = sum(s.kept_elements or s.residual_elements for s in chunk.stages)
+        return self.weights(chunk) + float(tokens * self._strategy.compute_bytes * elements)
 
     @property
     def logits(self) -> float:
@@ -318,7 +343,7 @@ def _host(
 ) -> tuple[dict[str, float], float]:
     """Host categories and the size of the page-locked pool.
 
-    State that stays on the devices is counted too: it passes through host memory when it is loaded.
+    State that stays on the devices passes through host memory when it is loaded, a chunk at a time.
     """
     copies = hardware.num_devices if strategy.gradient_route == "host_sum" else 1
     shards = hardware.num_devices if strategy.gradient_route == "reduce_scatter" else 1
@@ -330,10 +355,13 @@ def _host(
     gradients = float(sum(requests))
     # The CPU backend has no page-locked pool.
     pool = gradients if hardware.unified_memory else float(sum(pool_regions(requests)))
-    padded = chunks.padded_parameters
+    padded = chunks.padded_parameters - resident_parameters(chunks, strategy)
+    passing = chunks.all[: strategy.resident_chunks]
+    largest = max((chunk.padded_parameters for chunk in passing), default=0)
     return {
         "master_weights": float(MASTER_BYTES * padded),
         "optimizer_state": float(optimizer_state_bytes * padded),
+        "state_in_passing": float((MASTER_BYTES + optimizer_state_bytes) * largest),
         "waiting_gradients": gradients,
         "pinned_pool_overhead": pool - gradients,
         "runtime_reserve": hardware.host_reserve_bytes,

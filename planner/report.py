@@ -8,8 +8,9 @@ from typing import Any
 
 from planner.chunking import chunk_stages
 from planner.hardware import GIB, MIB
+from planner.job import Alternative
 from planner.memory import MemoryUse
-from planner.search import Alternative, Plan, Rejected
+from planner.search import Plan, Rejected
 from planner.step_time import StepTime
 from planner.timeline import LANES
 

@@ -12,33 +12,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from planner.candidates import Choices, candidates
-from planner.durations import chunk_durations
 from planner.errors import PlanError
 from planner.hardware import COMPUTE_DTYPES, GIB, ComputeDtype, HardwareProfile
-from planner.limits import Limit, LimitName, exceeded_limits
-from planner.memory import ADAMW_STATE_BYTES, MemoryUse, memory_use
-from planner.step_time import StepTime, lower_bound_s, step_time
+from planner.job import Alternative, Job
+from planner.limits import Limit, LimitName
+from planner.memory import ADAMW_STATE_BYTES, MemoryUse
+from planner.spare_memory import keeping_most, relieving_host, with_state_on_devices
 from planner.strategy import UPDATE_POLICIES, Strategy, UpdatePolicy
 from planner.workload import BatchShape, Workload
 
 NUM_RUNNERS_UP = 3
 NUM_REJECTED = 4
 
-KEPT_SHARE = 0.9
-"""Share of the device budget up to which results and state are kept there: nothing is lost where a
-plan is off."""
-
-RESIDENT_STEPS = 12
-"""Numbers of resident chunks that are tried, evenly from none to all."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Alternative:
-    """A strategy that fits, with its prediction."""
-
-    strategy: Strategy
-    memory: MemoryUse
-    time: StepTime
+NUM_REFINED = 4
+"""Best strategies for which state on the devices is tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,84 +75,6 @@ class Plan:
         return self.chosen.strategy
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Job:
-    """The arguments of `plan` that candidates are evaluated with."""
-
-    workload: Workload
-    batch: BatchShape
-    hardware: HardwareProfile
-    optimizer_state_bytes: float
-    device_budget_bytes: float
-    host_budget_bytes: float
-
-    def memory(self, strategy: Strategy) -> MemoryUse:
-        return memory_use(
-            self.workload,
-            self.batch,
-            strategy,
-            self.hardware,
-            optimizer_state_bytes=self.optimizer_state_bytes,
-        )
-
-    def limits(self, memory: MemoryUse) -> tuple[Limit, ...]:
-        return exceeded_limits(memory, self.device_budget_bytes, self.host_budget_bytes)
-
-    def keeping_most(self, strategy: Strategy, memory: MemoryUse) -> tuple[Strategy, MemoryUse]:
-        """The strategy that recomputes the fewest chunks, and its memory, within the budgets."""
-        kept, most = 0, -(-len(self.workload.layers) // strategy.layers_per_chunk)
-        while kept < most:
-            middle = (kept + most + 1) // 2
-            tried = replace(strategy, kept_chunks=middle)
-            use = self.memory(tried)
-            roomy = use.device_bytes <= KEPT_SHARE * self.device_budget_bytes
-            if roomy and not self.limits(use):
-                kept, strategy, memory = middle, tried, use
-            else:
-                most = middle - 1
-        return strategy, memory
-
-    def with_state_on_devices(self, strategy: Strategy, *, keep_activations: bool) -> Strategy:
-        """The fastest of the same strategy with more or fewer of the lowest chunks resident."""
-        num_chunks = -(-len(self.workload.layers) // strategy.layers_per_chunk) + 2
-        steps = sorted({num_chunks * n // RESIDENT_STEPS for n in range(RESIDENT_STEPS + 1)} | {1})
-        tried = []
-        for resident in steps:
-            option = replace(strategy, resident_chunks=resident, kept_chunks=0)
-            memory = self.memory(option)
-            roomy = memory.device_bytes <= KEPT_SHARE * self.device_budget_bytes
-            if resident and (not roomy or self.limits(memory)):
-                break
-            if keep_activations:
-                option, _ = self.keeping_most(option, memory)
-            tried.append((self.time(option).step_s, resident, option))
-        return min(tried, key=lambda item: item[:2])[-1]
-
-    def lower_bound_s(self, strategy: Strategy) -> float:
-        durations = chunk_durations(
-            self.workload,
-            self.batch,
-            strategy,
-            self.hardware,
-            optimizer_state_bytes=self.optimizer_state_bytes,
-        )
-        return lower_bound_s(durations, strategy, self.hardware)
-
-    def alternative(self, strategy: Strategy) -> Alternative:
-        return Alternative(
-            strategy=strategy, memory=self.memory(strategy), time=self.time(strategy)
-        )
-
-    def time(self, strategy: Strategy) -> StepTime:
-        return step_time(
-            self.workload,
-            self.batch,
-            strategy,
-            self.hardware,
-            optimizer_state_bytes=self.optimizer_state_bytes,
-        )
-
-
 def plan(
     workload: Workload,
     batch: BatchShape,
@@ -178,7 +87,7 @@ def plan(
     host_budget_bytes: float | None = None,
     choices: Choices | None = None,
     keep_activations: bool | None = None,
-    resident_state: bool = False,
+    resident_state: bool | None = None,
 ) -> Plan:
     """Pick the strategy with the shortest predicted step within the budgets.
 
@@ -195,13 +104,14 @@ def plan(
       keep_activations: instead of recomputing, keep weights and intermediate results of as many
         layer chunks as fit; None: on devices with memory of their own.
       resident_state: let the training state of the lowest chunks stay on the devices where that
-        makes a step faster and fits; the devices then sum the gradients.
+        makes a step faster, or is needed for the rest to fit the host; the devices then sum the
+        gradients. None: on devices with memory of their own.
 
     Raises:
       PlanError: the request is contradictory, or nothing fits. All limits are listed.
     """
     choices = choices or Choices()
-    job = _Job(
+    job = Job(
         workload=workload,
         batch=batch,
         hardware=hardware,
@@ -209,7 +119,7 @@ def plan(
         device_budget_bytes=_or(device_budget_bytes, hardware.device_memory_bytes),
         host_budget_bytes=_or(host_budget_bytes, hardware.host_memory_bytes),
     )
-    _check_request(job, choices, update_policy, compute_dtype, resident_state)
+    _check_request(job, choices, update_policy, compute_dtype, resident_state or False)
     if resident_state:  # the devices update it from gradients that they sum
         choices = replace(choices, gradient_route="reduce_scatter")
     families = candidates(
@@ -222,22 +132,22 @@ def plan(
     )
     if keep_activations is None:
         keep_activations = not hardware.unified_memory
-    fitting, misfits = _sort_by_fit(job, families, keep_activations)
+    if resident_state is None:
+        resident_state = not hardware.unified_memory
+    fitting, misfits = _sort_by_fit(job, families, keep_activations, resident_state)
     if not fitting:
         raise PlanError(_nothing_fits(job, [memory for _, memory in misfits], choices))
     ranked = _simulate_best(job, fitting)
     if resident_state:
-        better = job.with_state_on_devices(ranked[0].strategy, keep_activations=keep_activations)
-        if better.resident_chunks:
-            ranked.insert(0, job.alternative(better))
+        ranked = _refined(job, ranked, keep_activations)
     return _as_plan(job, ranked, misfits)
 
 
 def _as_plan(
-    job: _Job, ranked: list[Alternative], misfits: list[tuple[Strategy, MemoryUse]]
+    job: Job, ranked: list[Alternative], misfits: list[tuple[Strategy, MemoryUse]]
 ) -> Plan:
     return Plan(
-        **{name: getattr(job, name) for name in _Job.__dataclass_fields__},
+        **{name: getattr(job, name) for name in Job.__dataclass_fields__},
         chosen=ranked[0],
         runners_up=tuple(ranked[1 : 1 + NUM_RUNNERS_UP]),
         rejected=_most_promising(job, misfits, ranked[0].time.step_s),
@@ -245,20 +155,40 @@ def _as_plan(
 
 
 def _sort_by_fit(
-    job: _Job, families: Iterable[Iterable[Strategy]], keep_activations: bool
-) -> tuple[list[tuple[float, Strategy, MemoryUse]], list[tuple[Strategy, MemoryUse]]]:
+    job: Job,
+    families: Iterable[Iterable[Strategy]],
+    keep_activations: bool,
+    resident_state: bool,
+) -> tuple[list[tuple[float, Strategy]], list[tuple[Strategy, MemoryUse]]]:
     """The first of each family that fits, with a lower bound of its step; those that do not fit."""
     fitting, misfits = [], []
     for family in families:
         for strategy in family:
             memory = job.memory(strategy)
-            if not job.limits(memory):
+            fit: Strategy | None = strategy
+            if limits := job.limits(memory):
+                fit = None
+                by_devices = strategy.gradient_route == "reduce_scatter"
+                if resident_state and by_devices and [x.name for x in limits] == ["host memory"]:
+                    fit = relieving_host(job, strategy)
+            if fit is not None:
                 if keep_activations:
-                    strategy, memory = job.keeping_most(strategy, memory)
-                fitting.append((job.lower_bound_s(strategy), strategy, memory))
+                    fit, _ = keeping_most(job, fit, job.memory(fit))
+                fitting.append((job.lower_bound_s(fit), fit))
                 break
             misfits.append((strategy, memory))
     return fitting, misfits
+
+
+def _refined(job: Job, ranked: list[Alternative], keep_activations: bool) -> list[Alternative]:
+    """With the best that state on the devices makes of the first few, fastest first."""
+    refined = []
+    for place, found in enumerate(ranked):
+        better = found
+        if place < NUM_REFINED and found.strategy.gradient_route == "reduce_scatter":
+            better = with_state_on_devices(job, found, keep_activations=keep_activations)
+        refined += [found] if better is found else [better, found]
+    return sorted(refined, key=_by_time)
 
 
 def _or(value: float | None, default: float) -> float:
@@ -266,7 +196,7 @@ def _or(value: float | None, default: float) -> float:
 
 
 def _check_request(
-    job: _Job, choices: Choices, update_policy: str, compute_dtype: str, resident_state: bool
+    job: Job, choices: Choices, update_policy: str, compute_dtype: str, resident_state: bool
 ) -> None:
     """Reports everything that is wrong with the request at once."""
     batch, hardware = job.batch, job.hardware
@@ -310,23 +240,24 @@ def _check_request(
         raise PlanError("; ".join(problems) + ".")
 
 
-def _simulate_best(
-    job: _Job, fitting: list[tuple[float, Strategy, MemoryUse]]
-) -> list[Alternative]:
+def _simulate_best(job: Job, fitting: list[tuple[float, Strategy]]) -> list[Alternative]:
     """The best candidate and what else was simulated on the way, fastest first."""
     done: list[Alternative] = []
     best_s = float("inf")
-    for lower_s, strategy, memory in sorted(fitting, key=lambda item: item[0]):
+    for lower_s, strategy in sorted(fitting, key=lambda item: item[0]):
         if lower_s >= best_s and len(done) > NUM_RUNNERS_UP:
             break
-        time = job.time(strategy)
-        best_s = min(best_s, time.step_s)
-        done.append(Alternative(strategy=strategy, memory=memory, time=time))
-    return sorted(done, key=lambda item: (item.time.step_s, item.memory.device_bytes))
+        done.append(job.alternative(strategy))
+        best_s = min(best_s, done[-1].time.step_s)
+    return sorted(done, key=_by_time)
+
+
+def _by_time(alternative: Alternative) -> tuple[float, float]:
+    return alternative.time.step_s, alternative.memory.device_bytes
 
 
 def _most_promising(
-    job: _Job, misfits: list[tuple[Strategy, MemoryUse]], best_s: float
+    job: Job, misfits: list[tuple[Strategy, MemoryUse]], best_s: float
 ) -> tuple[Rejected, ...]:
     """Misfits that could beat `best_s`; one for each binding limit and what dominates it."""
     bounds = sorted(
@@ -343,7 +274,7 @@ def _most_promising(
     return tuple(rejected.values())
 
 
-def _nothing_fits(job: _Job, tried: list[MemoryUse], choices: Choices) -> str:
+def _nothing_fits(job: Job, tried: list[MemoryUse], choices: Choices) -> str:
     """One line per limit, from the candidates that need least of it."""
     limits = [
         *_limit_of_leanest(job, tried, "device memory"),
@@ -372,7 +303,7 @@ def _nothing_fits(job: _Job, tried: list[MemoryUse], choices: Choices) -> str:
     return "\n".join(lines)
 
 
-def _limit_of_leanest(job: _Job, tried: list[MemoryUse], name: LimitName) -> list[Limit]:
+def _limit_of_leanest(job: Job, tried: list[MemoryUse], name: LimitName) -> list[Limit]:
     """The limit `name` of the candidate that needs least of it, none if that one meets it."""
     leanest = min(
         tried, key=lambda use: use.device_bytes if name == "device memory" else use.host_bytes

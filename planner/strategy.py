@@ -64,12 +64,13 @@ class Strategy:
 
     def __post_init__(self) -> None:
         """Checks each field and that the window holds what the prefetch brings."""
-        for name in _COUNTS:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1.")
-        for name in ("kept_chunks", "resident_chunks"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0.")
+        for names, least in ((_COUNTS, 1), (("kept_chunks", "resident_chunks"), 0)):
+            for name in names:
+                value = getattr(self, name)
+                if not isinstance(value, int) or value < least:
+                    raise ValueError(
+                        f"{name} is {value!r}; it must be a whole number, at least {least}."
+                    )
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(

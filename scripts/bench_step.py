@@ -40,6 +40,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seq", type=int, default=4096)
     parser.add_argument("--rows-per-microbatch", type=int, help="default: all of a step's")
     parser.add_argument("--block-size", type=int, default=Strategy.block_size)
+    parser.add_argument(
+        "--planned",
+        action="store_true",
+        help="take the planner's strategy for each token count, with kept and resident chunks",
+    )
     parser.add_argument("--layers-per-chunk", type=int, default=1)
     parser.add_argument("--prefetch-depth", type=int, default=1)
     parser.add_argument("--kept-chunks", type=int, default=0, help="top chunks not recomputed")
@@ -86,13 +91,33 @@ def save(out: pathlib.Path | None, results: list[dict[str, Any]]) -> None:
 
 
 def run_policy(args: argparse.Namespace, setup: Any, policy: str) -> Iterator[dict[str, Any]]:
-    """All token counts with one update policy, one after the other; the state is made once."""
-    import optax
-
-    from models import decoder
-
+    """All token counts with one update policy; the state is made once for each strategy."""
     config = step_timing.model_config(args.model, args.layers)
-    strategy = Strategy(
+    if args.planned:
+        for tokens in args.tokens:
+            plan = planned(args, config, policy, tokens)
+            yield from run_strategy(args, config, policy, plan.strategy, [tokens], plan)
+    else:
+        strategy = stated_strategy(args, setup, policy)
+        yield from run_strategy(args, config, policy, strategy, args.tokens, None)
+
+
+def planned(args: argparse.Namespace, config: Any, policy: str, tokens: int) -> Any:
+    """What a run of this size would be given."""
+    from slidedp_jax.planning import plan_for
+
+    return plan_for(
+        config,
+        rows_per_step=tokens // args.seq,
+        tokens_per_row=args.seq,
+        max_grad_norm=None if policy == "eager" else args.max_grad_norm,
+        compute_dtype=args.dtype,
+    )
+
+
+def stated_strategy(args: argparse.Namespace, setup: Any, policy: str) -> Strategy:
+    """The strategy of the command line."""
+    return Strategy(
         layers_per_chunk=args.layers_per_chunk,
         rows_per_microbatch=args.rows_per_microbatch or 1,
         num_microbatches=1,
@@ -108,7 +133,22 @@ def run_policy(args: argparse.Namespace, setup: Any, policy: str) -> Iterator[di
         num_host_devices=setup.num_host_devices,
         block_size=args.block_size,
     )
-    model = decoder.build(config, loss_chunk_tokens=args.loss_chunk_tokens)
+
+
+def run_strategy(
+    args: argparse.Namespace,
+    config: Any,
+    policy: str,
+    strategy: Strategy,
+    token_counts: list[int],
+    plan: Any,
+) -> Iterator[dict[str, Any]]:
+    """Token counts one after the other on one state."""
+    import optax
+
+    from models import decoder
+
+    model = decoder.build(config, loss_chunk_tokens=strategy.loss_chunk_tokens)
     tracer = step_timing.timed_tracer()
     start = time.perf_counter()
     trainer = slidedp_jax.Trainer(
@@ -122,10 +162,14 @@ def run_policy(args: argparse.Namespace, setup: Any, policy: str) -> Iterator[di
     )
     ready_s = time.perf_counter() - start
     print(f"state ready in {ready_s:.1f} s, kernel {trainer.kernel_form}", flush=True)
-    for tokens in args.tokens:
+    for tokens in token_counts:
         result = measure(args, config, trainer, tracer, policy, tokens)
         result["state_ready_s"] = ready_s
         result["kernel_form"] = trainer.kernel_form
+        if plan is not None:
+            result["planned_step_s"] = plan.chosen.time.step_s
+            result["planned_device_gib"] = plan.chosen.memory.device_bytes / 2**30
+            result["planned_host_gib"] = plan.chosen.memory.host_bytes / 2**30
         print(table([result]), flush=True)
         yield result
     trainer.close()
@@ -143,7 +187,7 @@ def measure(
     rng = np.random.default_rng(1)
     ids = rng.integers(0, config.vocab_size, (tokens // args.seq, args.seq)).astype(np.int32)
     batch = {"input_ids": ids, "labels": ids}
-    if args.rows_per_microbatch is None:
+    if args.rows_per_microbatch is None and not args.planned:
         rows = max(1, len(ids) // trainer.num_devices)
         trainer.strategy = dataclasses.replace(trainer.strategy, rows_per_microbatch=rows)
     device = jax.local_devices()[0]
@@ -162,7 +206,10 @@ def measure(
     if device.platform != "cpu":
         result["device_peak_full_gib"] = device.memory_stats()["peak_bytes_in_use"] / 2**30
     if not args.skip_resident:  # last, since its weights would count among the peaks
-        _, *result["resident_s"] = passes.resident(args.repeats)
+        try:
+            _, *result["resident_s"] = passes.resident(args.repeats)
+        except jax.errors.JaxRuntimeError as error:  # all weights beside all that is kept
+            result["resident_error"] = str(error).splitlines()[0]
     work = Workload.from_config(config).model_flops_per_step(
         BatchShape(num_rows=ids.shape[0], seq_length=args.seq)
     )
@@ -191,6 +238,7 @@ COLUMNS = (
     "TFLOP/s 6N full",
     "MFU full",
     "TFLOP/s 8N of layers, resident",
+    "kept / resident chunks",
     "peak GiB",
     "RSS GiB",
 )
@@ -214,6 +262,7 @@ def table(results: list[dict[str, Any]]) -> str:
             f"{r['model_flops'] / full / 1e12:.0f}",
             f"{mfu:.1%}" if mfu is not None else "",
             f"{r['layer_flops_8n'] / resident / 1e12:.0f}",
+            f"{r['strategy']['kept_chunks']} / {r['strategy']['resident_chunks']}",
             *(f"{r.get('device_peak_full_gib', 0):.1f}", f"{r['rss_gib']:.1f}"),
         ]
         lines.append(f"| {' | '.join(cells)} |")

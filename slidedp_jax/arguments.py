@@ -102,8 +102,8 @@ class TrainArguments:
     keep_activations: bool | None = _setting(
         "devices", "recompute only layers whose results do not fit; null: on GPUs", None
     )
-    resident_state: bool = _setting(
-        "devices", "let the state of the lowest layers stay on the GPUs where that pays", False
+    resident_state: bool | None = _setting(
+        "devices", "state of the lowest layers stays on the GPUs where it pays; null: on GPUs", None
     )
     weight_route: WeightRoute | None = _setting("devices", "replicate or shard_all_gather", None)
     gradient_route: GradientRoute | None = _setting("devices", "reduce_scatter or host_sum", None)

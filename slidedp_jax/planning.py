@@ -69,7 +69,7 @@ def plan_for(
     update_policy: UpdatePolicy | None = None,
     choices: Choices | None = None,
     keep_activations: bool | None = None,
-    resident_state: bool = False,
+    resident_state: bool | None = None,
     hardware: HardwareProfile | None = None,
 ) -> Plan:
     """The fastest strategy for this process's devices that fits the budgets.
@@ -90,7 +90,8 @@ def plan_for(
       keep_activations: instead of recomputing, keep weights and intermediate results of as many
         layer chunks as fit; None: on GPUs.
       resident_state: let the training state of the lowest chunks stay on the GPUs where that makes
-        a step faster and fits.
+        a step faster, or the host has no room for it; None: on GPUs. Only for element-wise
+        optimizers (not Muon, not Adafactor).
       hardware: another machine; None means this one.
 
     Raises:

@@ -15,7 +15,7 @@ from models.hf_load import check_folder
 from planner.candidates import Choices
 from planner.hardware import named_hardware
 from planner.search import Plan
-from slidedp_jax.arguments import TrainArguments
+from slidedp_jax.arguments import WHOLE_PARAMETER_OPTIMIZERS, TrainArguments
 from slidedp_jax.data import (
     BatchSource,
     DataReport,
@@ -177,7 +177,8 @@ def make_plan(args: TrainArguments, inputs: RunInputs, num_devices: int) -> Plan
         update_policy="deferred" if args.on_nonfinite == "skip" or args.max_loss else None,
         choices=choices,
         keep_activations=args.keep_activations,
-        resident_state=args.resident_state,
+        # Those read whole matrices, on the host.
+        resident_state=False if args.optim in WHOLE_PARAMETER_OPTIMIZERS else args.resident_state,
         hardware=hardware,
     )
 

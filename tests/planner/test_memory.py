@@ -168,17 +168,57 @@ def test_host_bytes_by_hand(gradient_route, compute_dtype, bytes_per_parameter):
 
 
 def test_resident_state_by_hand():
-    """Embedding 48 and one chunk of 80 elements: 12 bytes of state, 2 of gradient, over 4 GPUs."""
+    """Embedding 48, chunks of 80, head 16 elements over 4 GPUs; 12 bytes of state."""
     hardware = named_hardware("h200", num_devices=4)
     strategy = replace(STRATEGY, num_host_devices=4)
     on_host = memory_use(_workload(4, tied=True), BATCH, strategy, hardware)
     strategy = replace(strategy, resident_chunks=2)
     resident = memory_use(_workload(4, tied=True), BATCH, strategy, hardware)
-    assert resident.device["resident_state"] == 14 * (48 + 80) / 4
+    assert resident.device["resident_state"] == 12 * (48 + 80) / 4
     assert "resident_state" not in on_host.device
+    # State that is there from the start leaves no holes.
+    assert resident.device["allocator_fragmentation"] == pytest.approx(
+        0.05
+        * sum(
+            size
+            for name, size in resident.device.items()
+            if name not in ("resident_state", "allocator_fragmentation", "runtime_reserve")
+        )
+    )
     assert resident.host["waiting_gradients"] == 2 * (80 + 16)
-    # It passes through host memory when it is loaded.
-    assert resident.host["optimizer_state"] == on_host.host["optimizer_state"]
+    assert resident.host["master_weights"] == 4 * (80 + 16)
+    assert resident.host["optimizer_state"] == 8 * (80 + 16)
+    # A chunk at a time passes through host memory when the state is loaded.
+    assert resident.host["state_in_passing"] == 12 * 80
+    assert on_host.host["state_in_passing"] == 0
+    assert on_host.host["optimizer_state"] == 8 * (48 + 80 + 80 + 16)
+
+
+def test_gradients_of_resident_chunks_wait_for_the_next_step():
+    workload = _workload(4, tied=True)
+    chunks = chunk_stages(workload, 2, 4, 4)
+    embed, layers = 48, 80
+    strategy = replace(STRATEGY, num_host_devices=4)
+    assert not any(
+        "resident_gradients" in phase
+        for phase in device_phases(workload, chunks, BATCH, strategy, 4).values()
+    )
+    strategy = replace(strategy, resident_chunks=2, kept_chunks=2)
+    phases = device_phases(workload, chunks, BATCH, strategy, 4)
+    waiting = {name: phase.get("resident_gradients") for name, phase in phases.items()}
+    assert waiting == {
+        "embedding": 2 * (embed + layers) / 4,
+        "forward": None,
+        "loss": None,
+        "backward": None,
+        "pack": None,
+        "first_backward": 2 * layers / 4,
+        "embedding_backward": 2 * layers / 4,
+    }
+    # The last layer chunk's backward finds all kept chunks, the first one's only its own.
+    kept = [phases[name]["kept_chunks"] for name in ("backward", "first_backward")]
+    assert kept[1] == kept[0] / 2
+    assert phases["first_backward"]["boundary_activations"] == 2.5 * 2 * 16 * 4 * 2 * 2
 
 
 def test_other_optimizers_are_bytes_per_parameter():

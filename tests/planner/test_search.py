@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -134,10 +135,17 @@ def test_nothing_fits_lists_every_limit_with_need_have_and_what_to_change():
 
 
 def test_host_need_follows_the_optimizer():
-    hardware = named_hardware("h200")
+    tight = partial(
+        plan,
+        QWEN3_4B,
+        BATCH,
+        named_hardware("h200"),
+        host_budget_bytes=40 * GIB,
+        resident_state=False,
+    )
     with pytest.raises(PlanError, match="optimizer_state"):
-        plan(QWEN3_4B, BATCH, hardware, host_budget_bytes=40 * GIB)
-    found = plan(QWEN3_4B, BATCH, hardware, host_budget_bytes=40 * GIB, optimizer_state_bytes=2)
+        tight()
+    found = tight(optimizer_state_bytes=2)
     assert found.chosen.memory.host_bytes <= 40 * GIB
 
 
@@ -198,29 +206,58 @@ def test_default_host_devices_leave_cores_free_and_divide():
 
 def test_a_profile_without_clipping_is_faster_where_the_update_is_slow():
     hardware = replace(named_hardware("h200"), host_update_params_per_s=2e9)
-    eager = plan(QWEN3_4B, BATCH, hardware, update_policy="eager").chosen.time
-    deferred = plan(QWEN3_4B, BATCH, hardware, update_policy="deferred").chosen.time
+    plan_of = partial(plan, QWEN3_4B, BATCH, hardware, resident_state=False)
+    eager = plan_of(update_policy="eager").chosen.time
+    deferred = plan_of(update_policy="deferred").chosen.time
     assert eager.step_s < deferred.step_s
     assert deferred.exposed_s["host_update"] > eager.exposed_s["host_update"]
 
 
 def test_state_on_the_devices_ends_the_wait_for_the_host_update():
     hardware, batch = named_hardware("h200"), BatchShape(num_rows=8, seq_length=4096)
-    on_host = plan(QWEN3_4B, batch, hardware)
+    on_host = plan(QWEN3_4B, batch, hardware, resident_state=False)
     assert on_host.strategy.resident_chunks == 0
-    resident = plan(QWEN3_4B, batch, hardware, resident_state=True)
+    resident = plan(QWEN3_4B, batch, hardware)
     assert 0 < resident.strategy.resident_chunks < len(QWEN3_4B.layers)
     assert resident.chosen.time.step_s < 0.8 * on_host.chosen.time.step_s
     assert resident.chosen.time.exposed_s["host_update"] < 0.05
     assert resident.chosen.memory.device_bytes <= 0.9 * resident.device_budget_bytes
-    # Nothing to gain where the host update hides already, or no room.
-    tight = plan(QWEN3_4B, batch, hardware, resident_state=True, device_budget_bytes=24 * GIB)
+    assert on_host.strategy in [other.strategy for other in resident.runners_up] or all(
+        other.time.step_s <= on_host.chosen.time.step_s for other in resident.runners_up
+    )
+    # No room.
+    tight = plan(QWEN3_4B, batch, hardware, resident_state=True, device_budget_bytes=16 * GIB)
     assert tight.strategy.resident_chunks == 0
     two = plan(QWEN3_4B, batch, hardware.with_devices(2), resident_state=True)
     assert two.strategy.gradient_route == "reduce_scatter" and two.strategy.resident_chunks > 0
+    by_host = Choices(gradient_route="host_sum")
     with pytest.raises(PlanError, match="reduce_scatter"):
-        by_host = Choices(gradient_route="host_sum")
         plan(QWEN3_4B, batch, hardware, resident_state=True, choices=by_host)
+    unasked = plan(QWEN3_4B, batch, hardware.with_devices(2), choices=by_host)
+    assert unasked.strategy.resident_chunks == 0
+
+
+def test_what_the_host_has_no_room_for_stays_on_the_devices():
+    hardware, batch = named_hardware("h200"), BatchShape(num_rows=8, seq_length=4096)
+    small = 24 * GIB
+    with pytest.raises(PlanError, match="host memory: needs"):
+        plan(QWEN3_4B, batch, hardware, host_budget_bytes=small, resident_state=False)
+    found = plan(QWEN3_4B, batch, hardware, host_budget_bytes=small)
+    assert found.strategy.resident_chunks > 0
+    assert found.chosen.memory.host_bytes <= small
+    # Where neither has room for it, both are named as they are without.
+    with pytest.raises(PlanError, match="host memory: needs"):
+        plan(QWEN3_4B, batch, hardware, host_budget_bytes=small, device_budget_bytes=24 * GIB)
+    for host_gib in (24, 32, 40, 48, 56, 64):
+        tight = plan(
+            QWEN3_4B,
+            batch,
+            hardware,
+            host_budget_bytes=host_gib * GIB,
+            device_budget_bytes=60 * GIB,
+        )
+        assert tight.chosen.memory.host_bytes <= host_gib * GIB
+        assert tight.chosen.memory.device_bytes <= 60 * GIB
 
 
 def test_the_cpu_backend_keeps_activations_only_when_asked():
@@ -233,12 +270,13 @@ def test_the_cpu_backend_keeps_activations_only_when_asked():
 def test_keeping_activations_fills_the_budget_and_saves_the_recomputation():
     hardware = named_hardware("h200")
     batch = BatchShape(num_rows=8, seq_length=4096)
-    recomputing = plan(QWEN3_4B, batch, hardware, keep_activations=False).chosen
+    plan_of = partial(plan, QWEN3_4B, batch, hardware, resident_state=False)
+    recomputing = plan_of(keep_activations=False).chosen
     assert recomputing.strategy.kept_chunks == 0
     last = 0
     for gib in (24, 48, 96, 141):
         budget = min(gib * GIB, hardware.device_memory_bytes)
-        chosen = plan(QWEN3_4B, batch, hardware, device_budget_bytes=budget).chosen
+        chosen = plan_of(device_budget_bytes=budget).chosen
         kept = chosen.strategy.kept_chunks * chosen.strategy.layers_per_chunk
         assert kept >= last
         assert chosen.memory.device_bytes <= budget

@@ -8,7 +8,10 @@ BASE = {"layers_per_chunk": 1, "rows_per_microbatch": 1, "num_microbatches": 1}
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"layers_per_chunk": 0}, "layers_per_chunk is 0; it must be at least 1"),
+        ({"layers_per_chunk": 0}, "layers_per_chunk is 0; it must be a whole number, at least 1"),
+        ({"resident_chunks": 1.5}, "resident_chunks is 1.5; .*whole number, at least 0"),
+        ({"kept_chunks": -1}, "kept_chunks is -1; .*at least 0"),
+        ({"block_size": "64"}, "block_size is '64'"),
         ({"weight_route": "relay"}, "'relay'; allowed: replicate, shard_all_gather"),
         ({"update_policy": "lazy"}, "'lazy'; allowed: eager, deferred"),
         ({"compute_dtype": "float16"}, "allowed: bfloat16, float32"),

@@ -153,3 +153,26 @@ def test_state_on_the_devices_needs_an_elementwise_optimizer_and_summed_gradient
         pass
     with pytest.raises(ValueError, match="use 'reduce_scatter'"):
         strategy(resident_chunks=1, gradient_route="host_sum")
+
+
+def test_resident_state_passes_through_host_memory_an_array_at_a_time():
+    """An array goes to the devices when all of it has been written, not when it is first used."""
+    config = small_config(layers=LAYERS)
+    plan = strategy(resident_chunks=CHUNKS)
+    with trainer(config, OPTIMIZER, plan, num_devices=1) as it:
+        parts = it.store.parts
+        assert not any(part._written for part in parts)
+        names = it.store.parameter_names
+        expected = {name: np.full(it.store.shapes[name], i + 1.0) for i, name in enumerate(names)}
+        for name in names[:-1]:
+            it.store.write(name, expected[name])
+        waiting = [part for part in parts if part._written]
+        assert waiting in ([], [it.store._slots[names[-1]][0]])
+        assert it.store.read(names[0]).tobytes() == expected[names[0]].astype(np.float32).tobytes()
+        it.store.write(names[-1], expected[names[-1]])
+        assert not any(part._written for part in parts)
+        # A second time, and only some of it: the rest stays.
+        it.store.write(names[1], -expected[names[1]])
+        for name, values in expected.items():
+            wanted = -values if name == names[1] else values
+            np.testing.assert_array_equal(it.store.read(name), wanted, err_msg=name)

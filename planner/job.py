@@ -1,0 +1,84 @@
+"""What a search is about, and what a strategy costs in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.durations import chunk_durations
+from planner.hardware import HardwareProfile
+from planner.limits import Limit, exceeded_limits
+from planner.memory import MemoryUse, memory_use
+from planner.step_time import StepTime, lower_bound_s, step_time
+from planner.strategy import Strategy
+from planner.workload import BatchShape, Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """A strategy that fits, with its prediction."""
+
+    strategy: Strategy
+    memory: MemoryUse
+    time: StepTime
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A model, a batch and a machine with budgets.
+
+    Attributes:
+      workload: the model.
+      batch: rows of a step.
+      hardware: the host and its devices.
+      optimizer_state_bytes: optimizer state per parameter in bytes.
+      device_budget_bytes: what each device is allowed.
+      host_budget_bytes: what the host is allowed.
+    """
+
+    workload: Workload
+    batch: BatchShape
+    hardware: HardwareProfile
+    optimizer_state_bytes: float
+    device_budget_bytes: float
+    host_budget_bytes: float
+
+    def memory(self, strategy: Strategy) -> MemoryUse:
+        """What the strategy takes."""
+        return memory_use(
+            self.workload,
+            self.batch,
+            strategy,
+            self.hardware,
+            optimizer_state_bytes=self.optimizer_state_bytes,
+        )
+
+    def limits(self, memory: MemoryUse) -> tuple[Limit, ...]:
+        """The budgets that it exceeds."""
+        return exceeded_limits(memory, self.device_budget_bytes, self.host_budget_bytes)
+
+    def lower_bound_s(self, strategy: Strategy) -> float:
+        """Seconds that a step takes at least; cheaper than `time`."""
+        durations = chunk_durations(
+            self.workload,
+            self.batch,
+            strategy,
+            self.hardware,
+            optimizer_state_bytes=self.optimizer_state_bytes,
+        )
+        return lower_bound_s(durations, strategy, self.hardware)
+
+    def time(self, strategy: Strategy) -> StepTime:
+        """The step, simulated."""
+        return step_time(
+            self.workload,
+            self.batch,
+            strategy,
+            self.hardware,
+            optimizer_state_bytes=self.optimizer_state_bytes,
+        )
+
+    def alternative(self, strategy: Strategy) -> Alternative:
+        """The strategy with its prediction."""
+        return Alternative(
+            strategy=strategy, memory=self.memory(strategy), time=self.time(strategy)
+        )

@@ -1,0 +1,94 @@
+"""What device memory that a strategy leaves over is used for.
+
+Either results of layers are kept instead of being computed again, or training state stays on the
+devices, which spares the host update its time and the host its memory. Both take the same bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from planner.job import Alternative, Job
+from planner.memory import MemoryUse
+from planner.strategy import Strategy
+
+SHARE = 0.9
+"""Share of the device budget up to which results and state are kept there: nothing is lost where a
+plan is off."""
+
+RESIDENT_STEPS = 12
+"""Numbers of resident chunks that are tried, evenly from none to all."""
+
+
+def keeping_most(job: Job, strategy: Strategy, memory: MemoryUse) -> tuple[Strategy, MemoryUse]:
+    """The strategy that recomputes the fewest chunks, and its memory, within the budgets.
+
+    Args:
+      job: with the budgets.
+      strategy: one that fits.
+      memory: what it takes.
+    """
+    kept, most = 0, -(-len(job.workload.layers) // strategy.layers_per_chunk)
+    while kept < most:
+        middle = (kept + most + 1) // 2
+        tried = replace(strategy, kept_chunks=middle)
+        use = job.memory(tried)
+        if _leaves_some(job, use) and not job.limits(use):
+            kept, strategy, memory = middle, tried, use
+        else:
+            most = middle - 1
+    return strategy, memory
+
+
+def relieving_host(job: Job, strategy: Strategy) -> Strategy | None:
+    """The strategy with as few resident chunks as make it fit the host; None if none do.
+
+    Args:
+      job: with the budgets.
+      strategy: one that exceeds the host's budget alone.
+    """
+    least, most = 1, _num_chunks(job, strategy)
+    while least < most:
+        middle = (least + most) // 2
+        memory = job.memory(replace(strategy, resident_chunks=middle))
+        if memory.host_bytes <= job.host_budget_bytes:
+            most = middle
+        else:
+            least = middle + 1
+    relieved = replace(strategy, resident_chunks=least)
+    return None if job.limits(job.memory(relieved)) else relieved
+
+
+def with_state_on_devices(job: Job, found: Alternative, *, keep_activations: bool) -> Alternative:
+    """The fastest of the same strategy with more or fewer of the lowest chunks resident.
+
+    Args:
+      job: with the budgets.
+      found: a strategy that fits, whose gradients the devices sum.
+      keep_activations: let results of layers have what state leaves.
+    """
+    num_chunks = _num_chunks(job, found.strategy)
+    counts = {num_chunks * n // RESIDENT_STEPS for n in range(RESIDENT_STEPS + 1)} | {1}
+    best = found
+    for resident in sorted(counts):
+        strategy = replace(found.strategy, resident_chunks=resident, kept_chunks=0)
+        memory = job.memory(strategy)
+        if resident > found.strategy.resident_chunks and not _leaves_some(job, memory):
+            break
+        if job.limits(memory):  # of the host: too few
+            continue
+        if keep_activations:
+            strategy, _ = keeping_most(job, strategy, memory)
+        other = job.alternative(strategy)
+        if other.time.step_s < best.time.step_s:
+            best = other
+    return best
+
+
+def _leaves_some(job: Job, memory: MemoryUse) -> bool:
+    return memory.device_bytes <= SHARE * job.device_budget_bytes
+
+
+def _num_chunks(job: Job, strategy: Strategy) -> int:
+    """With embedding and head."""
+    return -(-len(job.workload.layers) // strategy.layers_per_chunk) + 2
