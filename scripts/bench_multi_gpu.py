@@ -4,8 +4,9 @@
 
 Per count and pair of routes, in a process of its own: forward and backward on streamed and on
 resident weights, Python's dispatch per chunk beside its compute, bytes moved per parameter, and
-full steps (AdamW, exact clip, deferred) at the largest token count. A count gets its share of the
-cores: half of them for one GPU beside two. Another process trains a few layers on all counts and
+full steps (AdamW, exact clip, deferred) at the largest token count; then the same with the
+planner's strategy for each token count. A device count gets its share of the cores: half of them
+for one GPU beside two. Another process trains a few layers on all counts and
 routes and compares with one device, takes a checkpoint from many devices to one and back, and one
 injects errors on the last device.
 
@@ -31,7 +32,8 @@ import bench_children
 import bench_record
 
 FOLDER = pathlib.Path(__file__).parent
-PARTS = ("speed", "check", "faults", "host_sum")
+PARTS = ("planned", "speed", "check", "faults", "host_sum")
+PLANNED = "planned"
 EXTRAPOLATED_DEVICES = 8
 
 
@@ -129,9 +131,14 @@ def jobs(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "pinned_limit_gib": args.pinned_gib_per_device * count,
             "weight_route": weight_route,
             "gradient_route": gradient_route,
+            "planned": weight_route == PLANNED,
         }
 
     largest_first = sorted(args.num_devices, reverse=True)
+    if "planned" in args.parts:
+        for count in largest_first:
+            everywhere = {"full_tokens": args.tokens_per_device}
+            yield job(count, PLANNED, PLANNED) | everywhere
     if "speed" in args.parts:
         for count in largest_first:
             yield job(count, "replicate", "reduce_scatter")
@@ -268,8 +275,9 @@ def extrapolate(points: dict[int, float], count: int) -> float:
 
 def check_table(checks: list[dict[str, Any]]) -> str:
     lines = [
-        "| check | devices | dtype | weights | gradients | largest relative differences | passed |",
-        "|" + "---|" * 7,
+        "| check | devices | dtype | weights | gradients | resident | largest relative differences "
+        "| passed |",
+        "|" + "---|" * 8,
     ]
     for c in checks:
         limits = c.get("tolerances", {})
@@ -279,7 +287,8 @@ def check_table(checks: list[dict[str, Any]]) -> str:
         )
         lines.append(
             f"| {c['check']} | {c['num_devices']} | {c['dtype']} | {c.get('weight_route', '')} | "
-            f"{c.get('gradient_route', '')} | {differences} | {'yes' if c['passed'] else 'NO'} |"
+            f"{c.get('gradient_route', '')} | {c.get('resident_chunks', 0)} | {differences} | "
+            f"{'yes' if c['passed'] else 'NO'} |"
         )
     return "\n".join(lines)
 

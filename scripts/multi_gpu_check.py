@@ -30,7 +30,7 @@ import slidedp_jax
 TOLERANCES = {
     "float32": {"loss": 1e-5, "norm": 1e-5, "parameters": 1e-5},
     # bf16 rounds each device's products, and with host_sum each device's gradient.
-    "bfloat16": {"loss": 3e-3, "norm": 3e-2, "parameters": 1e-3},
+    "bfloat16": {"loss": 3e-3, "norm": 3e-2, "parameters": 3e-3},
 }
 """Largest relative differences from one device: of any step's loss and gradient norm, and of any
 parameter after the last step (Frobenius norms)."""
@@ -41,6 +41,8 @@ ROUTES = [
     ("replicate", "host_sum"),
     ("shard_all_gather", "host_sum"),
 ]
+RESIDENT_CHUNKS = 2
+"""Embedding and first layer, on the GPUs in further runs with each pair that allows it."""
 NUM_STEPS = 5
 
 
@@ -67,17 +69,27 @@ def main() -> None:
     for dtype in job["dtypes"]:
         reference = check.train(1, dtype=dtype)
         for count in counts:
-            for weight_route, gradient_route in ROUTES:
-                run = check.train(
-                    count, dtype=dtype, weight_route=weight_route, gradient_route=gradient_route
-                )
-                named = {"weight_route": weight_route, "gradient_route": gradient_route}
-                report(check.compare(run, reference, dtype=dtype, num_devices=count) | named)
+            for options in variants():
+                run = check.train(count, dtype=dtype, **options)
+                report(check.compare(run, reference, dtype=dtype, num_devices=count) | options)
         if dtype == "float32":
             for count in counts:
                 report(check.checkpoint_travels(count))
     for count in counts:
         report(check.soak(count))
+
+
+def variants() -> list[dict[str, Any]]:
+    """All pairs of routes, and state on the GPUs."""
+    pairs = [
+        {"weight_route": weights, "gradient_route": gradients} for weights, gradients in ROUTES
+    ]
+    resident = [
+        pair | {"resident_chunks": RESIDENT_CHUNKS}
+        for pair in pairs
+        if pair["gradient_route"] == "reduce_scatter"
+    ]
+    return pairs + resident
 
 
 class Check:
@@ -171,7 +183,9 @@ class Check:
         """Many steps; a hang shows as the process's time limit."""
         start = time.perf_counter()
         count = self._job["soak_steps"]
-        with self._trainer(num_devices, dtype="bfloat16") as trainer:
+        with self._trainer(
+            num_devices, dtype="bfloat16", resident_chunks=RESIDENT_CHUNKS
+        ) as trainer:
             metrics = [trainer.step(self._batches[n % NUM_STEPS]) for n in range(count)]
             trainer.wait()
             losses = [metric.loss for metric in metrics]
@@ -191,6 +205,7 @@ class Check:
         dtype: str,
         weight_route: str = "replicate",
         gradient_route: str = "reduce_scatter",
+        resident_chunks: int = 0,
     ) -> Any:
         import optax
 
@@ -202,6 +217,7 @@ class Check:
             num_microbatches=1,
             weight_route=weight_route,
             gradient_route=gradient_route,
+            resident_chunks=resident_chunks,
             loss_chunk_tokens=512,
             compute_dtype=dtype,
             num_host_devices=self._num_host_devices,

@@ -32,13 +32,17 @@ def main() -> None:
         num_devices=job["num_devices"], pinned_limit_gib=job["pinned_limit_gib"]
     )
     facts = {"cores": cores, "num_host_devices": setup.num_host_devices}
-    trainer, tracer, config = make_trainer(job, setup)
-    facts["state_ready_s"] = time.perf_counter() - start
-    facts["kernel_form"] = trainer.kernel_form
-    facts["num_parameters"] = trainer.store.num_parameters
-    facts["owned_bytes_per_parameter"] = trainer.store.owned_bytes / trainer.store.num_parameters
+    config = step_timing.model_config(job["model"], job["layers"])
+    trainer = None
     for tokens in job["tokens_per_device"]:
-        batch = random_batch(config, tokens * job["num_devices"] // job["seq"], job["seq"])
+        rows = tokens * job["num_devices"] // job["seq"]
+        if trainer is None or job["planned"]:
+            if trainer is not None:
+                trainer.close()
+            strategy = make_strategy(job, setup, config, rows)
+            trainer, tracer = make_trainer(config, strategy)
+            facts |= about(trainer, time.perf_counter() - start)
+        batch = random_batch(config, rows, job["seq"])
         result = compute_passes(job, trainer, batch)
         report({"tokens_per_device": tokens, **facts, **result, **memory()})
         if tokens in job["full_tokens"]:
@@ -55,15 +59,14 @@ def keep_to_share(share: float) -> int:
     return count
 
 
-def make_trainer(job: dict[str, Any], setup: Any) -> tuple[Any, Any, Any]:
-    """A trainer with random weights, its tracer, and the model's configuration."""
-    import optax
-
-    from models import decoder
+def make_strategy(job: dict[str, Any], setup: Any, config: Any, rows: int) -> Any:
+    """As the command line says, or what a run of that many rows would be given."""
     from planner.strategy import Strategy
+    from slidedp_jax.planning import plan_for
 
-    config = step_timing.model_config(job["model"], job["layers"])
-    strategy = Strategy(
+    if job["planned"]:
+        return plan_for(config, rows_per_step=rows, tokens_per_row=job["seq"]).strategy
+    return Strategy(
         layers_per_chunk=job["layers_per_chunk"],
         rows_per_microbatch=job["rows_per_microbatch"],
         num_microbatches=1,
@@ -75,7 +78,15 @@ def make_trainer(job: dict[str, Any], setup: Any) -> tuple[Any, Any, Any]:
         loss_chunk_tokens=job["loss_chunk_tokens"],
         num_host_devices=setup.num_host_devices,
     )
-    model = decoder.build(config, loss_chunk_tokens=job["loss_chunk_tokens"])
+
+
+def make_trainer(config: Any, strategy: Any) -> tuple[Any, Any]:
+    """A trainer with random weights, and its tracer."""
+    import optax
+
+    from models import decoder
+
+    model = decoder.build(config, loss_chunk_tokens=strategy.loss_chunk_tokens)
     tracer = step_timing.timed_tracer()
     trainer = slidedp_jax.Trainer(
         model,
@@ -85,7 +96,18 @@ def make_trainer(job: dict[str, Any], setup: Any) -> tuple[Any, Any, Any]:
         max_grad_norm=1.0,
         tracer=tracer,
     )
-    return trainer, tracer, config
+    return trainer, tracer
+
+
+def about(trainer: Any, ready_s: float) -> dict[str, Any]:
+    """What is known before the first step."""
+    return {
+        "state_ready_s": ready_s,
+        "strategy": trainer.strategy.__dict__.copy(),
+        "kernel_form": trainer.kernel_form,
+        "num_parameters": trainer.store.num_parameters,
+        "owned_bytes_per_parameter": trainer.store.owned_bytes / trainer.store.num_parameters,
+    }
 
 
 def random_batch(config: Any, rows: int, seq: int) -> dict[str, Any]:
