@@ -112,7 +112,7 @@ def variants(args: argparse.Namespace) -> dict[str, Attention]:
         config = attention_mgpu.TuningConfig(
             block_q=64, block_kv=128, max_concurrent_steps=2, causal=True, **blocks
         )
-        # The kernel does not scale the scores, and its scratch memory is float16 whatever it is given.
+        # It does not scale the scores; its scratch memory is float16 whatever it is given.
         q, k, v = (array.astype(jnp.float16) for array in (q * args.head_dim**-0.5, k, v))
         return attention_mgpu.attention(q, k, v, config).astype(jnp.bfloat16)
 
