@@ -6,6 +6,7 @@ devices, which spares the host update its time and the host its memory. Both tak
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from planner.job import Alternative, Job
@@ -17,7 +18,8 @@ SHARE = 0.9
 plan is off."""
 
 RESIDENT_STEPS = 12
-"""Numbers of resident chunks that are tried, evenly from none to all."""
+"""Numbers of resident chunks that are tried first, evenly from one to all; then those between the
+neighbours of the best."""
 
 
 def keeping_most(job: Job, strategy: Strategy, memory: MemoryUse) -> tuple[Strategy, MemoryUse]:
@@ -68,21 +70,35 @@ def with_state_on_devices(job: Job, found: Alternative, *, keep_activations: boo
       keep_activations: let results of layers have what state leaves.
     """
     num_chunks = _num_chunks(job, found.strategy)
-    counts = {num_chunks * n // RESIDENT_STEPS for n in range(RESIDENT_STEPS + 1)} | {1}
-    best = found
-    for resident in sorted(counts):
-        strategy = replace(found.strategy, resident_chunks=resident, kept_chunks=0)
-        memory = job.memory(strategy)
-        if resident > found.strategy.resident_chunks and not _leaves_some(job, memory):
-            break
-        if job.limits(memory):  # of the host: too few
-            continue
-        if keep_activations:
-            strategy, _ = keeping_most(job, strategy, memory)
-        other = job.alternative(strategy)
-        if other.time.step_s < best.time.step_s:
-            best = other
+    best, tried = found, {found.strategy.resident_chunks}
+
+    def search(counts: Iterable[int]) -> None:
+        nonlocal best
+        for resident in counts:
+            option = _with_resident(job, found.strategy, resident, keep_activations)
+            tried.add(resident)
+            if option is not None:
+                other = job.alternative(option)
+                best = min(best, other, key=lambda one: one.time.step_s)
+
+    search(range(1, num_chunks + 1, max(1, num_chunks // RESIDENT_STEPS)))
+    near = best.strategy.resident_chunks
+    below = max((count for count in tried if count < near), default=0)
+    above = min((count for count in tried if count > near), default=num_chunks + 1)
+    search(count for count in range(below + 1, above) if count != near)
     return best
+
+
+def _with_resident(
+    job: Job, strategy: Strategy, resident: int, keep_activations: bool
+) -> Strategy | None:
+    """With that many resident chunks and what then fits of kept ones; None if it does not fit."""
+    option = replace(strategy, resident_chunks=resident, kept_chunks=0)
+    memory = job.memory(option)
+    more = resident > strategy.resident_chunks
+    if job.limits(memory) or (more and not _leaves_some(job, memory)):
+        return None
+    return keeping_most(job, option, memory)[0] if keep_activations else option
 
 
 def _leaves_some(job: Job, memory: MemoryUse) -> bool:

@@ -15,6 +15,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,11 +24,12 @@ import orbax.checkpoint as ocp
 
 from models.streamed import Stage
 from slidedp_jax.errors import UserError
+from slidedp_jax.host_store import HostStore
+from slidedp_jax.stage_arrays import MASTER, ahead, read_stages, state_key, write_stage
 from slidedp_jax.trainer import Trainer
 
 FORMAT = 2
 _STEP = re.compile(r"step_(\d+)")
-_MASTER = "master"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,15 +63,13 @@ def save(trainer: Trainer, folder: pathlib.Path, extra: Mapping[str, Any]) -> pa
     target = folder / f"step_{trainer.step_count:08d}"
     if target.exists():
         return target
-    partial = folder / f".{target.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    unfinished = folder / f".{target.name}.partial"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
     checkpointer = _checkpointer()
-    for stage in trainer.model.stages():
-        checkpointer.save(
-            (partial / _item(stage)).absolute(),
-            args=ocp.args.PyTreeSave(_stage_arrays(trainer, stage)),
-        )
+    for stage, arrays in read_stages(trainer.store, trainer.model.stages()):
+        item = (unfinished / _item(stage)).absolute()
+        checkpointer.save(item, args=ocp.args.PyTreeSave(arrays))
     record = {
         "format": FORMAT,
         "step": trainer.step_count,
@@ -79,12 +79,12 @@ def save(trainer: Trainer, folder: pathlib.Path, extra: Mapping[str, Any]) -> pa
         "ema_decay": trainer.ema_decay,
         "extra": dict(extra),
     }
-    path = partial / "trainer.json"
+    path = unfinished / "trainer.json"
     with path.open("w") as stream:
         json.dump(record, stream, indent=1)
         stream.flush()
         os.fsync(stream.fileno())
-    partial.rename(target)
+    unfinished.rename(target)
     return target
 
 
@@ -96,12 +96,12 @@ def restore(trainer: Trainer, checkpoint: pathlib.Path) -> Restored:
     """
     record = read_record(checkpoint)
     _check_state_kinds(checkpoint, record["optimizer_state"], _state_kinds(trainer))
-    checkpointer = _checkpointer()
-    for stage in trainer.model.stages():
-        item = (checkpoint / _item(stage)).absolute()
+    stages = trainer.model.stages()
+    for item in (checkpoint / _item(stage) for stage in stages):
         if not item.is_dir():
             raise UserError(f"{checkpoint} has no {item.name}: it is of another model or damaged")
-        _read_stage(trainer, stage, item, checkpointer)
+    for _, arrays in ahead(partial(_load_stage, trainer.store, checkpoint), stages):
+        write_stage(trainer.store, arrays)
     shared = [_from_json(leaf) for leaf in record["shared_optimizer_state"]]
     trainer.resume_at(record["step"], shared)
     return Restored(step=record["step"], extra=record["extra"])
@@ -155,7 +155,7 @@ def read_parameter_arrays(
 
     def wanted(arrays: Mapping[str, Any]) -> Any:
         number = len(arrays) - 1  # state arrays, the average is the last
-        return arrays[f"state_{number - 1}" if averaged and number else _MASTER]
+        return arrays[state_key(number - 1) if averaged and number else MASTER]
 
     return {name: np.asarray(wanted(arrays)) for name, arrays in tree.items()}
 
@@ -167,18 +167,6 @@ def _checkpointer() -> ocp.Checkpointer:
 
 def _item(stage: Stage) -> str:
     return stage.item or stage.name or "head"
-
-
-def _stage_arrays(trainer: Trainer, stage: Stage) -> dict[str, dict[str, np.ndarray]]:
-    store = trainer.store
-    return {
-        name: {_MASTER: store.read(name)}
-        | {
-            f"state_{number}": store.read_state(name, number)
-            for number in range(len(store.state_specs(name)))
-        }
-        for name in stage.parameter_names()
-    }
 
 
 def _state_kinds(trainer: Trainer) -> dict[str, list[str]]:
@@ -203,24 +191,29 @@ def _check_state_kinds(
             )
 
 
-def _read_stage(
-    trainer: Trainer, stage: Stage, item: pathlib.Path, checkpointer: ocp.Checkpointer
-) -> None:
-    store = trainer.store
+def _load_stage(store: HostStore, checkpoint: pathlib.Path, stage: Stage) -> Any:
+    """Arrays of a stage, in the shapes and dtypes of the state.
+
+    Raises:
+      UserError: they are not there, not whole, or others.
+    """
+    item = (checkpoint / _item(stage)).absolute()
     wanted = {
-        name: {_MASTER: jax.ShapeDtypeStruct(store.shapes[name], np.dtype(np.float32))}
-        | {f"state_{number}": spec for number, spec in enumerate(store.state_specs(name))}
+        name: {MASTER: jax.ShapeDtypeStruct(store.shapes[name], np.dtype(np.float32))}
+        | {state_key(number): spec for number, spec in enumerate(store.state_specs(name))}
         for name in stage.parameter_names()
     }
     as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), wanted)
     try:
-        tree = checkpointer.restore(
+        tree = _checkpointer().restore(
             item, args=ocp.args.PyTreeRestore(item=wanted, restore_args=as_numpy)
         )
-        for name, arrays in tree.items():
-            store.write(name, arrays[_MASTER])
-            for number in range(len(store.state_specs(name))):
-                store.write_state(name, number, arrays[f"state_{number}"])
+        for name, arrays in wanted.items():
+            for key, spec in arrays.items():
+                found = tree[name][key]
+                if found.shape != spec.shape:
+                    raise ValueError(f"{key} of {name} has shape {found.shape}, not {spec.shape}")
+        return tree
     except (ValueError, KeyError, OSError, RuntimeError) as error:
         raise UserError(
             f"{item} cannot be read: it is damaged, or of another model. To go on from an earlier "

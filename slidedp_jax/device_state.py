@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import threading
 from collections.abc import Sequence
 
@@ -17,19 +18,22 @@ from jax.sharding import NamedSharding
 
 from slidedp_jax.chunk import FlatLayout, spans
 
+_ELEMENTS_AT_ONCE = 1 << 24
+"""Read at once: bounds what passes through page-locked memory."""
+
 
 class DevicePartState:
     """Arrays of one part of a chunk: index 0 is `high`, 1 is `low`, the rest optimizer state.
 
     Args:
       layout: of the part.
-      arrays: zeros [padded_size], sharded over the compute devices.
+      arrays: [padded_size] each, zeros where no parameter is, sharded over the compute devices.
     """
 
     def __init__(self, layout: FlatLayout, arrays: Sequence[jax.Array]):
         self.layout = layout
+        self.dtypes = [array.dtype for array in arrays]
         self._arrays = list(arrays)
-        self._zero = set(range(len(arrays)))
         self._written: dict[int, _Written] = {}
         self._lock = threading.Lock()
 
@@ -45,31 +49,32 @@ class DevicePartState:
         """Take the results of an update."""
         assert not self._written, "written while an update was running"
         self._arrays = list(arrays)
-        self._zero.clear()
 
     def write(self, index: int, offset: int, values: np.ndarray) -> None:
         """Set a range of array `index`; several threads may write different ranges."""
         with self._lock:
             if index not in self._written:
                 array = self._arrays[index]
-                fresh = index in self._zero
-                old = np.zeros(array.shape, array.dtype) if fresh else np.array(array)
-                self._written[index] = _Written(old, missing=self.layout.num_parameters)
+                self._written[index] = _Written(np.zeros(array.shape, array.dtype))
             written = self._written[index]
             written.writers += 1
         written.values[offset : offset + len(values)] = values
         with self._lock:
             written.writers -= 1
-            written.missing -= len(values)
-            if written.missing <= 0 and not written.writers and index in self._written:
+            written.ranges[offset] = len(values)
+            whole = sum(written.ranges.values()) >= self.layout.num_parameters
+            if whole and not written.writers and index in self._written:
                 self._send(index)
 
     def _send(self, index: int) -> None:
-        """Replace an array by what was written, and free that."""
-        values = self._written.pop(index).values
-        sharding = self._arrays[index].sharding
-        self._arrays[index] = jax.block_until_ready(jax.device_put(values, sharding))
-        self._zero.discard(index)
+        """Bring what was written into an array, and free it."""
+        written, old = self._written.pop(index), self._arrays[index]
+        values = written.values
+        if not written.covers(self.layout.num_parameters):
+            values = np.array(old)
+            for offset, size in written.ranges.items():
+                values[offset : offset + size] = written.values[offset : offset + size]
+        self._arrays[index] = jax.block_until_ready(jax.device_put(values, old.sharding))
 
     def read(self, index: int, offset: int, size: int) -> np.ndarray:
         """A fresh copy of a range of array `index`."""
@@ -79,18 +84,26 @@ class DevicePartState:
         share = len(array) // sharding.mesh.size
         out = np.empty(size, array.dtype)
         for piece, inner, outer in spans(offset, size, share):
-            own = array.addressable_data(piece)
-            out[outer] = _cut(own, inner.start, inner.stop - inner.start)
+            own, into = array.addressable_data(piece), out[outer]
+            for start in range(0, len(into), _ELEMENTS_AT_ONCE):
+                some = into[start : start + _ELEMENTS_AT_ONCE]
+                some[:] = _cut(own, inner.start + start, len(some))
         return out
 
 
 @dataclasses.dataclass
 class _Written:
-    """An array on its way to the devices, how much of it is missing, and who is writing."""
+    """An array on its way to the devices: what was written where, and how many are writing."""
 
     values: np.ndarray
-    missing: int
+    ranges: dict[int, int] = dataclasses.field(default_factory=dict)
     writers: int = 0
+
+    def covers(self, num_elements: int) -> bool:
+        """Whether the ranges are all that there is, each element in one of them."""
+        ordered = sorted(self.ranges.items())
+        disjoint = all(a + size <= b for (a, size), (b, _) in itertools.pairwise(ordered))
+        return disjoint and sum(self.ranges.values()) == num_elements
 
 
 @functools.partial(jax.jit, static_argnums=2)

@@ -36,6 +36,7 @@ class PartState:
 
     def __init__(self, layout: FlatLayout, arrays: Sequence[jax.Array]):
         self.layout = layout
+        self.dtypes = [array.dtype for array in arrays]
         self.arrays = list(arrays)
         self._pointers = [_pointers(array) for array in self.arrays]
         self.views: list[list[np.ndarray]] = [
@@ -182,7 +183,7 @@ class HostStore:
             raise ValueError(f"parameter {name} has shape {slot.shape}, got {tuple(values.shape)}")
         flat = values.reshape(-1)
         for start in range(0, slot.size, _ELEMENTS_AT_ONCE):
-            high, low = split_numpy(flat[start : start + _ELEMENTS_AT_ONCE].astype(np.float32))
+            high, low = split_numpy(flat[start : start + _ELEMENTS_AT_ONCE])
             part.write(0, slot.offset + start, high)
             part.write(1, slot.offset + start, low)
 
@@ -201,7 +202,7 @@ class HostStore:
         part, slot = self._find(name)
         if name in self.whole_state:
             return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.whole_state[name]]
-        return [jax.ShapeDtypeStruct(slot.shape, array.dtype) for array in part.arrays[2:]]
+        return [jax.ShapeDtypeStruct(slot.shape, dtype) for dtype in part.dtypes[2:]]
 
     def write_state(self, name: str, number: int, values: np.ndarray) -> None:
         """Set the `number`-th optimizer state array of a parameter."""

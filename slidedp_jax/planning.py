@@ -39,12 +39,19 @@ def this_machine(*, host_memory_bytes: int | None = None) -> HardwareProfile:
         name=kind,
         num_host_cores=len(os.sched_getaffinity(0)),
         host_memory_bytes=memory.available_bytes,
-        provenance=f"rates of preset {name}, memory as found ({memory.describe()})",
+        provenance=f"{_origin_of_rates(name, names)}; memory as found ({memory.describe()})",
     )
     if profile.unified_memory:
         return replace(profile, device_memory_bytes=memory.available_bytes)
     limits = [_bytes_limit(device) for device in devices]
     return replace(profile, device_memory_bytes=min(limits) + profile.device_reserve_bytes)
+
+
+def _origin_of_rates(preset: str, matching: list[str]) -> str:
+    """One line; it begins with `measured` where they are."""
+    if preset in matching:
+        return f"{PRESETS[preset].provenance} (preset {preset})"
+    return f"rates of preset {preset}, the nearest there is; not measured"
 
 
 def _bytes_limit(device: jax.Device) -> int:

@@ -14,6 +14,7 @@ in magnitude, so that adding half a unit of the upper half rounds the magnitude.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+_BLOCK = 1 << 17
 _QUIET = 0x0040
 _MAGNITUDE = 0x7FFFFFFF
 _INFINITY = 0x7F800000
@@ -46,20 +48,31 @@ def join(high: jax.Array, low: jax.Array) -> jax.Array:
 
 
 def split_numpy(master: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`split` on NumPy arrays: float32 -> (bfloat16, int16), same shape."""
-    bits = np.ascontiguousarray(master, np.float32).view(np.uint32)
-    high, low = _split_bits(bits, np)
+    """`split` on NumPy arrays: floats of any dtype -> (bfloat16, int16), same shape."""
+    flat = master.reshape(-1)
+    high, low = np.empty((2, flat.size), np.uint16)
+    for block in _blocks(flat.size):
+        bits = flat[block].astype(np.float32).view(np.uint32)
+        high[block], low[block] = _split_bits(bits, np)
     return (
-        high.astype(np.uint16).view(ml_dtypes.bfloat16),
-        low.astype(np.uint16).view(np.int16),
+        high.view(ml_dtypes.bfloat16).reshape(master.shape),
+        low.view(np.int16).reshape(master.shape),
     )
 
 
 def join_numpy(high: np.ndarray, low: np.ndarray) -> np.ndarray:
     """`join` on NumPy arrays: (bfloat16, int16) -> float32, same shape."""
-    upper = np.ascontiguousarray(high).view(np.uint16).astype(np.uint32)
-    lower = np.ascontiguousarray(low).view(np.uint16).astype(np.uint32)
-    return _join_bits(upper, lower, np).view(np.float32)
+    upper, lower = (half.reshape(-1).view(np.uint16) for half in (high, low))
+    bits = np.empty(upper.size, np.uint32)
+    for block in _blocks(bits.size):
+        halves = upper[block].astype(np.uint32), lower[block].astype(np.uint32)
+        bits[block] = _join_bits(*halves, np)
+    return bits.view(np.float32).reshape(high.shape)
+
+
+def _blocks(size: int) -> Iterator[slice]:
+    """Slices whose intermediate arrays stay in a core's cache."""
+    return (slice(start, start + _BLOCK) for start in range(0, size, _BLOCK))
 
 
 def _split_bits(bits: Any, xp: Any) -> tuple[Any, Any]:

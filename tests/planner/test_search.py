@@ -67,7 +67,7 @@ def test_equals_a_search_through_everything():
     assert found.chosen.memory.device_bytes <= budget
 
 
-@pytest.mark.parametrize("keep_activations", [False, True])
+@pytest.mark.parametrize("uses_spare_memory", [False, True])
 @settings(max_examples=25, deadline=None)
 @given(
     rows=st.integers(1, 24),
@@ -75,7 +75,7 @@ def test_equals_a_search_through_everything():
     update_policy=st.sampled_from(["eager", "deferred"]),
 )
 def test_more_device_memory_never_gives_a_slower_plan(
-    keep_activations, rows, budgets_gib, update_policy
+    uses_spare_memory, rows, budgets_gib, update_policy
 ):
     """Keeping as much as fits is only almost always best: a hundredth of a step may be lost."""
     hardware = named_hardware("h200")
@@ -89,14 +89,15 @@ def test_more_device_memory_never_gives_a_slower_plan(
                 hardware,
                 update_policy=update_policy,
                 device_budget_bytes=gib * GIB,
-                keep_activations=keep_activations,
+                keep_activations=uses_spare_memory,
+                resident_state=uses_spare_memory,
             )
         except PlanError:
             return float("inf")
         return found.chosen.time.step_s
 
     small, extra = budgets_gib
-    assert step_s(small + extra) <= (1.01 if keep_activations else 1) * step_s(small)
+    assert step_s(small + extra) <= (1.01 if uses_spare_memory else 1) * step_s(small)
 
 
 def test_a_tight_device_changes_the_strategy_and_lists_what_was_given_up():

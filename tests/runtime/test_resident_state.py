@@ -11,6 +11,7 @@ from streamed_training import assert_bitwise_equal, small_config, strategy, trai
 
 from slidedp_jax import TrainingStopped, UserError
 from slidedp_jax.checkpoint import restore, save
+from slidedp_jax.device_state import DevicePartState
 
 OPTIMIZER = optax.adamw(1e-3, eps=1e-5, weight_decay=0.1)
 LAYERS = 4
@@ -132,6 +133,29 @@ def test_a_checkpoint_goes_on_with_other_chunks_on_the_devices(before, after, tm
         assert it.step(rows[1]).loss == pytest.approx(loss, rel=1e-6)
         for name, values in it.parameters().items():
             np.testing.assert_allclose(values, expected[name], atol=1e-6, err_msg=name)
+
+
+def test_restoring_sends_each_resident_array_once(tmp_path, monkeypatch):
+    config = small_config(layers=LAYERS)
+    plan = strategy(resident_chunks=CHUNKS, layers_per_chunk=1)
+    with trainer(config, OPTIMIZER, plan, num_devices=1) as it:
+        it.step(batches(config)[0])
+        path = save(it, tmp_path, {})
+        expected = it.parameters()
+    sent = []
+    send = DevicePartState._send
+    monkeypatch.setattr(
+        DevicePartState,
+        "_send",
+        lambda part, index: sent.append((id(part), index)) or send(part, index),
+    )
+    with trainer(config, OPTIMIZER, plan, num_devices=1, seed=1) as it:
+        sent.clear()
+        restore(it, path)
+        arrays = sum(len(part.dtypes) for part in it.store.parts)
+        assert len(sent) == len(set(sent)) == arrays
+        found = it.parameters()
+    assert all(found[name].tobytes() == values.tobytes() for name, values in expected.items())
 
 
 def test_a_bad_step_leaves_resident_state_as_it_was():
