@@ -14,6 +14,14 @@ from typing import Literal
 GIB = 2**30
 MIB = 2**20
 
+
+def size_text(num_bytes: float) -> str:
+    """Bytes for people, in GiB or, where that says little, in MiB."""
+    if num_bytes >= 0.1 * GIB:
+        return f"{num_bytes / GIB:.2f} GiB"
+    return f"{num_bytes / MIB:.2f} MiB"
+
+
 ComputeDtype = Literal["bfloat16", "float32"]
 COMPUTE_DTYPES: tuple[ComputeDtype, ...] = ("bfloat16", "float32")
 

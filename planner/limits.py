@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from planner.hardware import GIB
+from planner.hardware import size_text
 from planner.memory import MemoryUse
 
 LimitName = Literal["device memory", "host memory"]
@@ -68,9 +68,8 @@ class Limit:
     def describe(self) -> str:
         """One line for the user."""
         return (
-            f"{self.name}: needs {self.need_bytes / GIB:.1f} GiB, has "
-            f"{self.have_bytes / GIB:.1f} GiB; largest part {self.dominant} "
-            f"{self.dominant_bytes / GIB:.1f} GiB; {self.advice}"
+            f"{self.name}: needs {size_text(self.need_bytes)}, has {size_text(self.have_bytes)}; "
+            f"largest part {self.dominant} {size_text(self.dominant_bytes)}; {self.advice}"
         )
 
 

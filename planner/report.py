@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from planner.chunking import chunk_stages
-from planner.hardware import GIB, MIB
+from planner.hardware import GIB, size_text
 from planner.job import Alternative
 from planner.memory import MemoryUse
 from planner.search import Plan, Rejected
@@ -150,10 +150,10 @@ def _strategy_lines(plan: Plan) -> list[str]:
 def _memory_lines(plan: Plan, memory: MemoryUse) -> list[str]:
     per_parameter = memory.host_bytes / plan.workload.num_parameters
     return [
-        f"memory of each device: {_size(memory.device_bytes)} of "
-        f"{_size(plan.device_budget_bytes)}, most in phase {memory.device_phase}",
+        f"memory of each device: {size_text(memory.device_bytes)} of "
+        f"{size_text(plan.device_budget_bytes)}, most in phase {memory.device_phase}",
         *_parts(memory.device),
-        f"host memory: {_size(memory.host_bytes)} of {_size(plan.host_budget_bytes)}, "
+        f"host memory: {size_text(memory.host_bytes)} of {size_text(plan.host_budget_bytes)}, "
         f"{per_parameter:.1f} bytes per parameter",
         *_parts(memory.host),
     ]
@@ -161,13 +161,7 @@ def _memory_lines(plan: Plan, memory: MemoryUse) -> list[str]:
 
 def _parts(parts: Mapping[str, float]) -> list[str]:
     ordered = sorted(parts.items(), key=lambda item: -item[1])
-    return [f"  {name:<24} {_size(size):>12}" for name, size in ordered if size > 0]
-
-
-def _size(num_bytes: float) -> str:
-    if num_bytes >= 0.1 * GIB:
-        return f"{num_bytes / GIB:.2f} GiB"
-    return f"{num_bytes / MIB:.2f} MiB"
+    return [f"  {name:<24} {size_text(size):>12}" for name, size in ordered if size > 0]
 
 
 def _time_lines(time: StepTime) -> list[str]:
@@ -191,7 +185,7 @@ def _other_lines(plan: Plan) -> list[str]:
     if plan.runners_up:
         lines.append("next best")
         lines += [
-            f"  {other.time.step_s:.3f} s, device {_size(other.memory.device_bytes)}: "
+            f"  {other.time.step_s:.3f} s, device {size_text(other.memory.device_bytes)}: "
             f"{_difference(other, plan.chosen)}"
             for other in plan.runners_up
         ]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from planner.candidates import Choices, candidates
 from planner.errors import PlanError
-from planner.hardware import COMPUTE_DTYPES, GIB, ComputeDtype, HardwareProfile
+from planner.hardware import COMPUTE_DTYPES, ComputeDtype, HardwareProfile, size_text
 from planner.job import Alternative, Job
 from planner.limits import Limit, LimitName
 from planner.memory import ADAMW_STATE_BYTES, MemoryUse
@@ -207,8 +207,8 @@ def _check_request(
     ):
         if not 0 < budget <= size:
             problems.append(
-                f"{name} is {budget / GIB:.2f} GiB; {hardware.name} has {size / GIB:.2f} GiB, use "
-                "more than 0 and at most that"
+                f"{name} is {size_text(budget)}; {hardware.name} has {size_text(size)}, use more "
+                "than 0 and at most that"
             )
     if resident_state and choices.gradient_route == "host_sum":
         problems.append(

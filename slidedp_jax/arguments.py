@@ -94,7 +94,9 @@ class TrainArguments:
     num_devices: int | None = _setting("devices", "compute devices; all by default", None)
     devices: str | None = _setting("devices", "GPU indices, such as 1,3", None)
     platform: Literal["auto", "cpu", "cuda"] = _setting("devices", "where to compute", "auto")
-    num_host_devices: int | None = _setting("devices", "CPU devices for the state", None)
+    num_host_devices: int | None = _setting(
+        "devices", "CPU devices for the state, rounded up to a multiple of the devices", None
+    )
     device_memory_budget: float | None = _setting("devices", "GiB of each device", None)
     host_memory_budget: float | None = _setting("devices", "GiB of host memory", None)
     layers_per_chunk: int | None = _setting("devices", "planned by default", None)

@@ -55,7 +55,10 @@ def export_checkpoint(
 
     root = checkpoint
     if not (checkpoint / "trainer.json").is_file():
-        steps = list_steps(checkpoint / "checkpoints") or list_steps(checkpoint)
+        steps = list_steps(checkpoint / "checkpoints")
+        if not steps:  # the folder of a run's checkpoints, or a folder of them elsewhere
+            steps = list_steps(checkpoint)
+            root = checkpoint.parent if checkpoint.name == "checkpoints" else checkpoint
         if not steps:
             raise UserError(f"{checkpoint} holds no complete checkpoint")
         checkpoint = steps[-1]

@@ -168,7 +168,15 @@ class HostStore:
     @property
     def owned_bytes(self) -> int:
         """Bytes of all arrays, padding included."""
-        flat = sum(array.nbytes for part in self.parts for array in part.arrays)
+        return self._bytes(self.parts)
+
+    @property
+    def host_bytes(self) -> int:
+        """Of these, bytes in host memory."""
+        return self._bytes(self.host_parts)
+
+    def _bytes(self, parts: Sequence[AnyPartState]) -> int:
+        flat = sum(array.nbytes for part in parts for array in part.arrays)
         return flat + sum(leaf.nbytes for leaves in self.whole_state.values() for leaf in leaves)
 
     def write(self, name: str, values: np.ndarray) -> None:

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 import slidedp_jax
+from planner.hardware import size_text
 from planner.report import plan_as_dict, plan_as_text
 from planner.search import Plan
 from planner.workload import BatchShape, Workload
@@ -53,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(args: TrainArguments) -> int:
     """Run a training job; returns the exit code."""
+    from slidedp_jax.out_of_memory import explained
     from slidedp_jax.run_folder import open_run_folder
     from slidedp_jax.run_setup import epochs_note, frozen_note, load_inputs, make_plan
 
@@ -71,7 +73,12 @@ def train(args: TrainArguments) -> int:
     if args.dry_run:
         return 0
     with _StopAtSignal() as stop:
-        return _Run(args, folder, inputs, plan, stop).run()
+        try:
+            return _Run(args, folder, inputs, plan, stop).run()
+        except Exception as error:
+            if (reason := explained(error, plan)) is not None:
+                raise reason from error
+            raise
 
 
 def _configure(args: TrainArguments) -> Any:
@@ -147,6 +154,12 @@ class _Run:
             self._skipped = restored.extra["skipped_steps"]
             first_step = restored.step
             print(f"resuming from {resume} at step {first_step}")
+            before, now = restored.extra.get("rows_per_step"), self._inputs.source.rows_per_step
+            if before not in (None, now):
+                print(
+                    f"note: steps have {now} rows now, {before} before: devices, batch size or "
+                    "accumulation have changed"
+                )
         self._folder.write_record(self._record(trainer))
         if first_step >= self._inputs.num_steps:
             print(f"already complete: {first_step} of {self._inputs.num_steps} steps are done")
@@ -192,10 +205,12 @@ class _Run:
             kernel_form=kernel_form,
         )
         what = "weights loaded" if load else "host state made"
+        store = trainer.store
+        elsewhere = store.owned_bytes - store.host_bytes
+        there = f", {size_text(elsewhere)} on the devices" if elsewhere else ""
         print(
-            f"{what} in {time.perf_counter() - start:.1f} s: {trainer.store.num_parameters:,} "
-            f"parameters, {trainer.store.owned_bytes / 2**30:.2f} GiB of host state, update kernel "
-            f"{trainer.kernel_form}",
+            f"{what} in {time.perf_counter() - start:.1f} s: {store.num_parameters:,} parameters, "
+            f"state: {size_text(store.host_bytes)} on the host{there}; update kernel {trainer.kernel_form}",
             flush=True,
         )
         return trainer
@@ -292,6 +307,7 @@ class _Run:
 
         extra = {
             "data": self._inputs.source.state(),
+            "rows_per_step": self._inputs.source.rows_per_step,
             "tokens_seen": self._tokens_seen,
             "skipped_steps": self._skipped,
             "seed": self._args.seed,

@@ -20,8 +20,9 @@ def files(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_a_run_gives_the_bytes_of_its_own_export(straight, tmp_path):
-    assert cli.main(["export", str(straight), str(tmp_path / "out")]) == 0
+@pytest.mark.parametrize("within", ["", "checkpoints"])
+def test_a_run_gives_the_bytes_of_its_own_export(within, straight, tmp_path):
+    assert cli.main(["export", str(straight / within), str(tmp_path / "out")]) == 0
     expected = files(straight / "export")
     expected.pop("slidedp_jax_step")
     assert files(tmp_path / "out") == expected

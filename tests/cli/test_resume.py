@@ -108,6 +108,13 @@ def test_other_devices_and_chunks_continue(
         np.testing.assert_allclose(value, expected[name], rtol=0, atol=1e-3 * scale, err_msg=name)
 
 
+def test_another_batch_size_is_pointed_out(inputs, straight, tmp_path, capsys):
+    out = cut_back(straight, tmp_path / "run", 6)
+    inputs.train(out, max_steps=7, per_device_train_batch_size=6)
+    assert "note: steps have 48 rows now, 24 before" in capsys.readouterr().out
+    assert len(metrics(out)[-1]["row_ids"]) == 48
+
+
 def test_state_restored_into_other_chunks_is_bitwise(inputs, straight, tmp_path):
     saved = straight / "checkpoints" / "step_00000006"
     for num_devices, layers_per_chunk in ((1, 3), (2, 2)):

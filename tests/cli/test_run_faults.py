@@ -2,11 +2,14 @@
 
 import json
 
+import jax
 import pytest
 from runs import checkpoints, losses, metrics
 
 from slidedp_jax.data import BatchSource
+from slidedp_jax.part_updates import PartUpdates
 from slidedp_jax.train import main
+from slidedp_jax.trainer import Trainer
 
 pytestmark = pytest.mark.timeout(300)
 SETTINGS = {"max_steps": 6, "save_steps": 2}
@@ -46,3 +49,34 @@ def test_bad_steps_are_counted_and_too_many_in_a_row_end_the_run(inputs, tmp_pat
     assert len(rows) == 24 and "Its rows are " in error
     record = json.loads((out / "checkpoints/step_00000002/trainer.json").read_text())
     assert record["extra"]["skipped_steps"] == 2
+
+
+@pytest.mark.parametrize("where", ["step", "update thread"])
+def test_running_out_of_device_memory_says_what_to_change(
+    where, inputs, tmp_path, capsys, monkeypatch
+):
+    """The allocation is real: more than there is."""
+    calls = []
+
+    def too_much(function):
+        def call(*args, **kwargs):
+            calls.append(0)
+            if len(calls) == 4:
+                jax.numpy.zeros(10**14)
+            return function(*args, **kwargs)
+
+        return call
+
+    owner, name = {
+        "step": (Trainer, "forward_backward"),
+        "update thread": (PartUpdates, "start"),
+    }[where]
+    monkeypatch.setattr(owner, name, too_much(getattr(owner, name)))
+    out = tmp_path / "run"
+    assert main(inputs.command(out, max_steps=6, save_steps=1)) == 1
+    error = capsys.readouterr().err
+    assert "Out of memory allocating" in error and "Traceback" not in error
+    assert "--device_memory_budget" in error and "The plan was" in error
+    monkeypatch.undo()
+    inputs.train(out, max_steps=6, save_steps=1)
+    assert len(losses(out)) == 6

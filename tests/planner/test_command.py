@@ -79,7 +79,7 @@ def test_what_does_not_fit_exits_with_1(capsys):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "host memory: needs" in captured.err
-    assert "has 120.0 GiB" in captured.err
+    assert "has 120.00 GiB" in captured.err
 
 
 @pytest.mark.parametrize(

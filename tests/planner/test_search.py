@@ -128,9 +128,9 @@ def test_nothing_fits_lists_every_limit_with_need_have_and_what_to_change():
         )
     message = str(caught.value)
     assert "device memory: needs" in message
-    assert "has 2.0 GiB" in message
+    assert "has 2.00 GiB" in message
     assert "host memory: needs" in message
-    assert "has 16.0 GiB; largest part optimizer_state 30.0 GiB" in message
+    assert "has 16.00 GiB; largest part optimizer_state 29.97 GiB" in message
     assert "use an optimizer with less state" in message
     assert "layers_per_chunk=2" in message
 

@@ -1,0 +1,32 @@
+"""What a run that ran out of a GPU's memory says."""
+
+from __future__ import annotations
+
+from planner.search import Plan
+from slidedp_jax.errors import UserError
+
+_SIGN = "RESOURCE_EXHAUSTED"
+_NEXT_BUDGET = 0.85
+"""Of the present one."""
+
+
+def explained(error: BaseException, plan: Plan) -> UserError | None:
+    """What to do about it, where an allocation is among the causes of `error`; None otherwise.
+
+    Args:
+      error: as it came out of a step, perhaps by way of another thread.
+      plan: what the run was given.
+    """
+    cause: BaseException | None = error
+    while cause is not None and _SIGN not in str(cause):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None:
+        return None
+    gib = 2**30
+    planned, budget = plan.chosen.memory.device_bytes / gib, plan.device_budget_bytes / gib
+    return UserError(
+        f"out of memory: {str(cause).splitlines()[0][:300]}\nThe plan was {planned:.1f} of "
+        f"{budget:.1f} GiB of each device. With --device_memory_budget {_NEXT_BUDGET * budget:.0f} "
+        "less is kept there; the same command with it goes on from the last checkpoint. Other "
+        "programs on the GPU take memory too: see nvidia-smi"
+    )
