@@ -194,17 +194,18 @@ def measure(
     result: dict[str, Any] = {"model": args.model, "tokens": tokens, "policy": policy}
     result["max_grad_norm"] = None if policy == "eager" else args.max_grad_norm
     result["strategy"] = trainer.strategy.__dict__.copy()
+    before_gib = device_peak_gib(device)
     passes = step_timing.ComputePasses(trainer, batch)
     (result["first_streamed_s"], *result["streamed_s"]), result["streamed_dispatch_s"] = (
         passes.streamed(args.repeats)
     )
-    if device.platform != "cpu":
-        result["device_peak_gib"] = device.memory_stats()["peak_bytes_in_use"] / 2**30
+    result["device_peak_gib"] = device_peak_gib(device)
     result["copies_s"] = passes.copies()
     if policy != "none":
         result.update(step_timing.full_steps(args.steps, trainer, tracer, batch))
-    if device.platform != "cpu":
-        result["device_peak_full_gib"] = device.memory_stats()["peak_bytes_in_use"] / 2**30
+    result["device_peak_full_gib"] = device_peak_gib(device)
+    # The allocator's peak is that of the process: an earlier measurement may have set it.
+    result["device_peak_is_a_bound"] = 0 < before_gib == result["device_peak_full_gib"]
     if not args.skip_resident:  # last, since its weights would count among the peaks
         try:
             _, *result["resident_s"] = passes.resident(args.repeats)
@@ -221,6 +222,11 @@ def measure(
     result["rss_gib"] = rss_gib()
     result["owned_bytes_per_parameter"] = trainer.store.owned_bytes / trainer.store.num_parameters
     return result
+
+
+def device_peak_gib(device: Any) -> float:
+    """Largest use of a device's memory since the process began; 0 on CPUs."""
+    return (device.memory_stats() or {}).get("peak_bytes_in_use", 0) / 2**30
 
 
 COLUMNS = (
@@ -263,7 +269,8 @@ def table(results: list[dict[str, Any]]) -> str:
             f"{mfu:.1%}" if mfu is not None else "",
             f"{r['layer_flops_8n'] / resident / 1e12:.0f}",
             f"{r['strategy']['kept_chunks']} / {r['strategy']['resident_chunks']}",
-            *(f"{r.get('device_peak_full_gib', 0):.1f}", f"{r['rss_gib']:.1f}"),
+            f"{'< ' * r['device_peak_is_a_bound']}{r['device_peak_full_gib']:.1f}",
+            f"{r['rss_gib']:.1f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

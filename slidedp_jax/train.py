@@ -207,10 +207,11 @@ class _Run:
         what = "weights loaded" if load else "host state made"
         store = trainer.store
         elsewhere = store.owned_bytes - store.host_bytes
-        there = f", {size_text(elsewhere)} on the devices" if elsewhere else ""
+        where = f"{size_text(store.host_bytes)} on the host"
+        where += f", {size_text(elsewhere)} on the devices" if elsewhere else ""
         print(
             f"{what} in {time.perf_counter() - start:.1f} s: {store.num_parameters:,} parameters, "
-            f"state: {size_text(store.host_bytes)} on the host{there}; update kernel {trainer.kernel_form}",
+            f"state: {where}; update kernel {trainer.kernel_form}",
             flush=True,
         )
         return trainer

@@ -8,18 +8,22 @@ whose update shares the host's memory with neighbours, to 16 %) and the ratio st
 which does not depend on the machine's clock, to 0.04.
 """
 
+import json
+import pathlib
+import statistics
 from dataclasses import replace
 
 import pytest
 
 from models.config import named_config
-from planner.hardware import HardwareProfile, named_hardware
+from planner.hardware import GIB, HardwareProfile, named_hardware
+from planner.memory import memory_use
 from planner.step_time import StepTime, step_time
 from planner.strategy import Strategy, WeightRoute
 from planner.workload import BatchShape, Workload
 
 SEQ_LENGTH = 4096
-ABSOLUTE, FULL, RATIO = 0.08, 0.16, 0.04
+ABSOLUTE, FULL, ON_GPU, RATIO = 0.08, 0.16, 0.1, 0.04
 
 
 def _without_update(num_devices: int) -> HardwareProfile:
@@ -99,6 +103,35 @@ def test_full_steps(model, tokens, eager, kept_chunks, full_s):
     hardware = named_hardware("h200")
     predicted = _predict(model, tokens, hardware, eager=eager, kept_chunks=kept_chunks)
     assert predicted.step_s == pytest.approx(full_s, rel=FULL)
+
+
+BENCHMARKS = pathlib.Path(__file__).parents[2] / "docs" / "benchmarks"
+PLANNED = [
+    result
+    for name in ("4b_{}_planned", "8b_{}_planned", "4b_{}_planned_eager", "4b_{}_resident22")
+    for result in json.loads(
+        (BENCHMARKS / f"qwen3-{name.format('2xh200_2026-11-30')}.json").read_text()
+    )["results"]
+]
+"""Steps with state and results on the GPU, with their strategies."""
+PEAK_OF_ANOTHER = [("qwen3-8b", 32768), ("qwen3-8b", 65536)]
+"""Measured after a pass with all weights on the GPU, which left the process's largest peak."""
+
+
+@pytest.mark.parametrize(
+    "result", PLANNED, ids=lambda r: f"{r['model']}-{r['tokens']}-{r['policy']}"
+)
+def test_state_on_the_gpu(result):
+    """Memory is never more than planned, and not far below."""
+    workload = Workload.from_config(named_config(result["model"]))
+    batch = BatchShape(num_rows=result["tokens"] // SEQ_LENGTH, seq_length=SEQ_LENGTH)
+    strategy, hardware = Strategy(**result["strategy"]), named_hardware("h200")
+    predicted = step_time(workload, batch, strategy, hardware)
+    assert predicted.step_s == pytest.approx(statistics.median(result["full_s"]), rel=ON_GPU)
+    memory = memory_use(workload, batch, strategy, hardware)
+    if (result["model"], result["tokens"]) not in PEAK_OF_ANOTHER:
+        assert 0.85 < result["device_peak_full_gib"] * GIB / memory.device_bytes < 1
+    assert 0.5 < result["rss_gib"] * GIB / memory.host_bytes < 1
 
 
 TWO_GPUS = [
