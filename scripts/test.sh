@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Sets everything up in .venv and runs the tests; arguments go to pytest (-k NAME, -x, -n 0, ...).
 #
+# --thorough adds the remaining points of matrices (devices x microbatches x routes and the like), whose
+# main ones always run.
 # PARITY=0 leaves out PyTorch and transformers, with which the model code is compared, TUNIX=0
 # google-tunix, whose models are trained.
 # The last line is pytest's summary, the exit code is pytest's.

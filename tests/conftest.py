@@ -83,8 +83,16 @@ LONGEST_FILES = (
 """They begin first, so that no worker is left alone with one of them at the end."""
 
 
-def pytest_collection_modifyitems(items):
-    """Put the longest files first; the others keep their order."""
+def pytest_addoption(parser):
+    parser.addoption("--thorough", action="store_true", help="run every point of every matrix")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out what only --thorough runs; longest files first, the others keep their order."""
+    if not config.getoption("--thorough"):
+        left_out = [item for item in items if item.get_closest_marker("thorough")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
 
     def place(item):
         name = item.path.name

@@ -21,7 +21,9 @@ def batches():
     return token_batches(VOCAB, ROWS, TOKENS, STEPS)
 
 
-@pytest.mark.parametrize(("tied", "devices"), [(True, 3), (False, 1)])
+@pytest.mark.parametrize(
+    ("tied", "devices"), [(True, 3), pytest.param(False, 1, marks=pytest.mark.thorough)]
+)
 def test_a_hybrid_nnx_model(tied, devices):
     model = Hybrid(nnx.Rngs(1), tied=tied)
     adapted = slidedp_jax.adapt(model, **PARTS)
@@ -84,7 +86,7 @@ def linen_parts():
     }
 
 
-@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("devices", [3, pytest.param(1, marks=pytest.mark.thorough)])
 def test_a_linen_model(devices):
     model = LinenDecoder()
     with jax.numpy_rank_promotion("allow"):
@@ -113,7 +115,7 @@ def plain_layer(layer, x):
     return x + jnp.tanh(jnp.cumsum(y, axis=1) @ layer["w"])
 
 
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("devices", [4, pytest.param(1, marks=pytest.mark.thorough)])
 def test_a_plain_pytree_with_a_loss_of_its_own(devices):
     """Each token has a weight, the logits' size a penalty; on four devices rows fill up."""
     rng = np.random.default_rng(0)

@@ -117,11 +117,11 @@ def reference():
 @pytest.mark.parametrize(
     ("family", "tied", "devices", "layers"),
     [
-        ("qwen3", True, 1, 1),
+        pytest.param("qwen3", True, 1, 1, marks=pytest.mark.thorough),
         ("qwen3", True, 3, 1),
         ("qwen3", False, 3, 2),
         ("qwen2", False, 1, 1),
-        ("qwen2", False, 3, 2),
+        pytest.param("qwen2", False, 3, 2, marks=pytest.mark.thorough),
     ],
 )
 def test_streamed_training_equals_training_of_the_module(family, tied, devices, layers, reference):

@@ -81,7 +81,9 @@ def test_sigterm_saves_and_the_same_command_goes_on(inputs, straight, tmp_path):
     assert losses(out)[:same] == losses(straight)[:same]
 
 
-@pytest.mark.parametrize(("num_devices", "layers_per_chunk"), [(1, 3), (3, 2)])
+@pytest.mark.parametrize(
+    ("num_devices", "layers_per_chunk"), [(3, 2), pytest.param(1, 3, marks=pytest.mark.thorough)]
+)
 def test_other_devices_and_chunks_continue(
     inputs, straight, tmp_path, num_devices, layers_per_chunk
 ):
@@ -153,7 +155,7 @@ def test_incomplete_checkpoints_are_skipped_and_the_last_n_stay(inputs, straight
     assert not (folder / ".step_00000011.partial").exists()
 
 
-@pytest.mark.parametrize("max_steps", [8, 10])
+@pytest.mark.parametrize("max_steps", [10, pytest.param(8, marks=pytest.mark.thorough)])
 def test_the_final_step_is_saved_once_and_a_rerun_changes_nothing(
     inputs, straight, tmp_path, capsys, max_steps
 ):

@@ -68,7 +68,7 @@ def test_equals_a_search_through_everything():
 
 
 @pytest.mark.parametrize("uses_spare_memory", [False, True])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     rows=st.integers(1, 24),
     budgets_gib=st.tuples(st.floats(2, 20), st.floats(0, 30)),

@@ -146,7 +146,11 @@ def run_small(*, tied=False, rows=8, steps=3, clip=None, devices=2, form="whole"
     )
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+@pytest.fixture(
+    scope="module",
+    params=[False, pytest.param(True, marks=pytest.mark.thorough)],
+    ids=["untied", "tied"],
+)
 def tied(request):
     return request.param
 
@@ -190,7 +194,7 @@ def test_layouts_agree_in_every_bit_below_the_limit(tied, deferred, changes):
     np.testing.assert_allclose(run.norms, deferred.norms, rtol=3e-7)
 
 
-@pytest.mark.parametrize("clip", [0.7, 1e9])
+@pytest.mark.parametrize("clip", [0.7, pytest.param(1e9, marks=pytest.mark.thorough)])
 def test_chunkings_agree_to_rounding(clip):
     """Layers of one program are compiled together, where XLA may fuse and contract otherwise."""
     one, three = (run_small(clip=clip, layers_per_chunk=layers) for layers in (1, 3))
@@ -202,7 +206,7 @@ def test_prefetch_depths_agree_in_every_bit_when_the_clip_is_hit():
     assert_bitwise_equal(run_small(clip=0.7), run_small(clip=0.7, prefetch_depth=3))
 
 
-@pytest.fixture(scope="module", params=[2, 3, 8])
+@pytest.fixture(scope="module", params=[2, 3, pytest.param(8, marks=pytest.mark.thorough)])
 def devices(request):
     return request.param
 
@@ -271,7 +275,9 @@ def test_bfloat16_compute_learns_the_same_within_its_precision(tied, deferred):
     assert differing(narrow, deferred)
 
 
-@pytest.mark.parametrize(("devices", "microbatches"), [(1, 8), (8, 1)])
+@pytest.mark.parametrize(
+    ("devices", "microbatches"), [(1, 8), pytest.param(8, 1, marks=pytest.mark.thorough)]
+)
 def test_bfloat16_gradients_add_up_in_float32_and_are_rounded_once(devices, microbatches):
     """Eight equal rows give eight times an eighth of one row's gradient: exact, but for rounding
     in between, of which bfloat16 sums would need some (three times 1.01 has more digits)."""

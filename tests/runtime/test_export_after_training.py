@@ -79,7 +79,10 @@ def train_and_export(folder, out, num_devices: int) -> dict[str, np.ndarray]:
     return written
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 8])
+@pytest.mark.parametrize(
+    "num_devices",
+    [pytest.param(1, marks=pytest.mark.thorough), 2, pytest.param(8, marks=pytest.mark.thorough)],
+)
 def test_rows_of_a_prime_vocabulary_come_back_whole(tmp_path, num_devices):
     before = make_folder(tmp_path / "model", "qwen3", tied=False)
     after = train_and_export(tmp_path / "model", tmp_path / "out", num_devices)

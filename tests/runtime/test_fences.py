@@ -115,19 +115,30 @@ def undisturbed():
     return functools.cache(lambda name: run(**RUNS[name]))
 
 
-@pytest.mark.parametrize(("name", "seed"), [*((name, 1) for name in RUNS), ("deferred", 2)])
+OFTEN = [
+    name
+    if name in ("deferred", "eager_host_sum")
+    else pytest.param(name, marks=pytest.mark.thorough)
+    for name in RUNS
+]
+
+
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("name", OFTEN)
 def test_random_delays_change_no_bit(undisturbed, name, seed):
     assert_bitwise_equal(run(tracer=RandomDelays(seed), **RUNS[name]), undisturbed(name))
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", OFTEN)
 def test_gradients_that_arrive_late_and_in_any_order_change_no_bit(undisturbed, name, monkeypatch):
     chance = random.Random(0)
     monkeypatch.setattr(ArrivingGradient, "has_arrived", lambda self: chance.random() < 0.3)
     assert_bitwise_equal(run(**RUNS[name]), undisturbed(name))
 
 
-@pytest.mark.parametrize("name", ["deferred", "tied", "eager"])
+@pytest.mark.parametrize(
+    "name", ["deferred", "eager", pytest.param("tied", marks=pytest.mark.thorough)]
+)
 @pytest.mark.parametrize(
     "broken",
     [("wait_committed", lambda *_: None), ("is_committed", lambda *_: True)],
@@ -330,7 +341,9 @@ def test_eager_updates_stop_at_a_nonfinite_norm_even_if_nobody_reads_it(name):
         assert it.step_count <= 3
 
 
-@pytest.mark.parametrize("name", ["deferred", "deferred_host_sum"])
+@pytest.mark.parametrize(
+    "name", ["deferred_host_sum", pytest.param("deferred", marks=pytest.mark.thorough)]
+)
 def test_a_skipped_step_is_as_if_it_had_not_been(name):
     """Weights, mu, nu and the count of steps: the following steps are the same, bit for bit."""
     model, poison = poisoned_model(False)

@@ -236,7 +236,7 @@ def batches(config, count):
     return [{"input_ids": rows, "labels": rows} for rows in ids]
 
 
-@pytest.mark.parametrize("policy", ["deferred", "eager"])
+@pytest.mark.parametrize("policy", ["deferred", pytest.param("eager", marks=pytest.mark.thorough)])
 def test_training_goes_on_bitwise_the_same_and_samples_are_of_the_last_step(policy):
     config = with_layers(small_config(tied=policy == "deferred"), 2)
     prompts = random_prompts(config.vocab_size)

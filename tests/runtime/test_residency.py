@@ -76,8 +76,15 @@ def peak_bytes(layers, *, tied, route, depth):
     return max(weigher.samples) - before, sizes
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("route", ["replicate", "shard_all_gather"])
+@pytest.mark.parametrize(
+    ("tied", "route"),
+    [
+        (False, "shard_all_gather"),
+        (True, "replicate"),
+        pytest.param(True, "shard_all_gather", marks=pytest.mark.thorough),
+        pytest.param(False, "replicate", marks=pytest.mark.thorough),
+    ],
+)
 def test_the_peak_grows_with_depth_by_boundary_activations_alone(tied, route):
     """Per layer, a boundary float32 [rows, T, D] and a sum of squares [G] stay."""
     shallow, _ = peak_bytes(4, tied=tied, route=route, depth=1)
@@ -88,7 +95,7 @@ def test_the_peak_grows_with_depth_by_boundary_activations_alone(tied, route):
     assert deep - shallow <= 8 * (boundary + squares)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", [1, 3, pytest.param(2, marks=pytest.mark.thorough)])
 def test_the_peak_is_the_window_of_the_prefetch_depth(depth):
     """At most prefetched uploads, the weights in use, their gradients and a part of a chunk more.
 

@@ -106,7 +106,9 @@ def test_resident_weights_are_gathered_by_a_program():
         assert "all_gather" in program.lower(fetched).as_text()
 
 
-@pytest.mark.parametrize(("before", "after"), [(0, 3), (CHUNKS, 2)])
+@pytest.mark.parametrize(
+    ("before", "after"), [(CHUNKS, 2), pytest.param(0, 3, marks=pytest.mark.thorough)]
+)
 def test_a_checkpoint_goes_on_with_other_chunks_on_the_devices(before, after, tmp_path):
     config = small_config(tied=True, layers=LAYERS)
     rows = batches(config)
