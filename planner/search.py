@@ -24,8 +24,8 @@ from planner.workload import BatchShape, Workload
 NUM_RUNNERS_UP = 3
 NUM_REJECTED = 4
 
-NUM_REFINED = 4
-"""Best strategies for which state on the devices is tried."""
+NUM_REFINED = 2
+"""Best strategies for which state on the devices is tried in any case."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +139,7 @@ def plan(
         raise PlanError(_nothing_fits(job, [memory for _, memory in misfits], choices))
     ranked = _simulate_best(job, fitting)
     if resident_state:
-        ranked = _refined(job, ranked, keep_activations)
+        ranked = _with_spare_memory(job, ranked, fitting, keep_activations)
     return _as_plan(job, ranked, misfits)
 
 
@@ -164,31 +164,45 @@ def _sort_by_fit(
     fitting, misfits = [], []
     for family in families:
         for strategy in family:
+            limits = job.limits(job.memory(strategy))
+            fits = not limits
+            by_devices = strategy.gradient_route == "reduce_scatter"
+            if resident_state and by_devices and [x.name for x in limits] == ["host memory"]:
+                strategy, fits = relieving_host(job, strategy)
             memory = job.memory(strategy)
-            fit: Strategy | None = strategy
-            if limits := job.limits(memory):
-                fit = None
-                by_devices = strategy.gradient_route == "reduce_scatter"
-                if resident_state and by_devices and [x.name for x in limits] == ["host memory"]:
-                    fit = relieving_host(job, strategy)
-            if fit is not None:
+            if fits:
                 if keep_activations:
-                    fit, _ = keeping_most(job, fit, job.memory(fit))
-                fitting.append((job.lower_bound_s(fit), fit))
+                    strategy, _ = keeping_most(job, strategy, memory)
+                fitting.append((job.lower_bound_s(strategy), strategy))
                 break
             misfits.append((strategy, memory))
     return fitting, misfits
 
 
-def _refined(job: Job, ranked: list[Alternative], keep_activations: bool) -> list[Alternative]:
-    """With the best that state on the devices makes of the first few, fastest first."""
-    refined = []
-    for place, found in enumerate(ranked):
-        better = found
-        if place < NUM_REFINED and found.strategy.gradient_route == "reduce_scatter":
-            better = with_state_on_devices(job, found, keep_activations=keep_activations)
-        refined += [found] if better is found else [better, found]
-    return sorted(refined, key=_by_time)
+def _with_spare_memory(
+    job: Job,
+    ranked: list[Alternative],
+    fitting: list[tuple[float, Strategy]],
+    keep_activations: bool,
+) -> list[Alternative]:
+    """With the best that state on the devices makes of one strategy of each kind, fastest first.
+
+    How fast a strategy is with all state on the host says little about that. So for each chunk size
+    and weight route, whose copies it spares, the one with the lowest bound is tried.
+    """
+    kinds: dict[object, Strategy] = {}
+    for _, strategy in sorted(fitting, key=lambda item: item[0]):
+        if strategy.gradient_route == "reduce_scatter":
+            kinds.setdefault((strategy.layers_per_chunk, strategy.weight_route), strategy)
+    found = {one.strategy: one for one in ranked}
+    for one in ranked[:NUM_REFINED]:
+        if one.strategy.gradient_route == "reduce_scatter":
+            kinds[one.strategy] = one.strategy
+    for strategy in dict.fromkeys(kinds.values()):
+        one = found.get(strategy) or job.alternative(strategy)
+        better = with_state_on_devices(job, one, keep_activations=keep_activations)
+        found[better.strategy] = better
+    return sorted(found.values(), key=_by_time)
 
 
 def _or(value: float | None, default: float) -> float:
@@ -289,7 +303,7 @@ def _nothing_fits(job: Job, tried: list[MemoryUse], choices: Choices) -> str:
     decided = {
         name: getattr(choices, name)
         for name in Choices.__dataclass_fields__
-        if getattr(choices, name) is not None
+        if getattr(choices, name) is not None and name != "num_host_devices"  # often the process's
     }
     lines = [
         f"{job.workload.name} with {job.batch.num_rows} rows of {job.batch.seq_length} tokens per "

@@ -6,7 +6,7 @@ devices, which spares the host update its time and the host its memory. Both tak
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from planner.job import Alternative, Job
@@ -17,7 +17,7 @@ SHARE = 0.9
 """Share of the device budget up to which results and state are kept there: nothing is lost where a
 plan is off."""
 
-RESIDENT_STEPS = 12
+RESIDENT_STEPS = 8
 """Numbers of resident chunks that are tried first, evenly from one to all; then those between the
 neighbours of the best."""
 
@@ -42,23 +42,31 @@ def keeping_most(job: Job, strategy: Strategy, memory: MemoryUse) -> tuple[Strat
     return strategy, memory
 
 
-def relieving_host(job: Job, strategy: Strategy) -> Strategy | None:
-    """The strategy with as few resident chunks as make it fit the host; None if none do.
+def relieving_host(job: Job, strategy: Strategy) -> tuple[Strategy, bool]:
+    """The strategy with as few resident chunks as make it fit the host, and whether it then fits.
+
+    Where none do, with as many as the device has room for.
 
     Args:
       job: with the budgets.
       strategy: one that exceeds the host's budget alone.
     """
-    least, most = 1, _num_chunks(job, strategy)
-    while least < most:
-        middle = (least + most) // 2
-        memory = job.memory(replace(strategy, resident_chunks=middle))
-        if memory.host_bytes <= job.host_budget_bytes:
-            most = middle
-        else:
-            least = middle + 1
-    relieved = replace(strategy, resident_chunks=least)
-    return None if job.limits(job.memory(relieved)) else relieved
+
+    def first(fits: Callable[[MemoryUse], bool]) -> int:
+        """The smallest number of resident chunks for which it holds; one more than all if none."""
+        least, most = 0, _num_chunks(job, strategy) + 1
+        while least < most:
+            middle = (least + most) // 2
+            if fits(job.memory(replace(strategy, resident_chunks=middle))):
+                most = middle
+            else:
+                least = middle + 1
+        return least
+
+    enough = first(lambda use: use.host_bytes <= job.host_budget_bytes)
+    too_many = first(lambda use: use.device_bytes > job.device_budget_bytes)
+    resident = min(enough, too_many - 1)
+    return replace(strategy, resident_chunks=resident), enough < too_many
 
 
 def with_state_on_devices(job: Job, found: Alternative, *, keep_activations: bool) -> Alternative:

@@ -2,7 +2,7 @@
 
 A checkpoint is a folder `step_N` with one Orbax item per stage of the model (embedding, each layer,
 head) and `trainer.json`, written last. An item maps each parameter of its stage to its fp32 master
-and its optimizer state arrays, so a save needs extra memory for one stage only. Everything is
+and its optimizer state arrays, so a save needs extra memory for two stages only. Everything is
 written into a hidden sibling folder and renamed when complete: a folder named `step_N` is whole.
 """
 
@@ -29,6 +29,7 @@ from slidedp_jax.stage_arrays import MASTER, ahead, read_stages, state_key, writ
 from slidedp_jax.trainer import Trainer
 
 FORMAT = 2
+_KEYS = {"step", "shared_optimizer_state", "optimizer_state", "kernel_form", "ema_decay", "extra"}
 _STEP = re.compile(r"step_(\d+)")
 
 
@@ -61,15 +62,19 @@ def save(trainer: Trainer, folder: pathlib.Path, extra: Mapping[str, Any]) -> pa
     """
     trainer.wait()
     target = folder / f"step_{trainer.step_count:08d}"
-    if target.exists():
+    if (target / "trainer.json").is_file():
         return target
+    shutil.rmtree(target, ignore_errors=True)  # half copied or half deleted
     unfinished = folder / f".{target.name}.partial"
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     checkpointer = _checkpointer()
     for stage, arrays in read_stages(trainer.store, trainer.model.stages()):
         item = (unfinished / _item(stage)).absolute()
-        checkpointer.save(item, args=ocp.args.PyTreeSave(arrays))
+        try:
+            checkpointer.save(item, args=ocp.args.PyTreeSave(arrays))
+        except (ValueError, RuntimeError) as error:  # TensorStore's, with the system's words inside
+            raise OSError(f"{item} cannot be written: {error}") from None
     record = {
         "format": FORMAT,
         "step": trainer.step_count,
@@ -122,8 +127,10 @@ def read_record(checkpoint: pathlib.Path) -> dict[str, Any]:
         ) from None
     except json.JSONDecodeError as error:
         raise UserError(f"{path} is damaged: {error}") from None
-    if record.get("format") != FORMAT:
-        raise UserError(f"{path} has format {record.get('format')}, this version reads {FORMAT}")
+    if not isinstance(record, dict) or not record.keys() >= _KEYS | {"format"}:
+        raise UserError(f"{path} is damaged: it lacks {_KEYS}; move {checkpoint.name} away")
+    if record["format"] != FORMAT:
+        raise UserError(f"{path} has format {record['format']}, this version reads {FORMAT}")
     return record
 
 

@@ -35,12 +35,13 @@ class DevicePartState:
         self.dtypes = [array.dtype for array in arrays]
         self._arrays = list(arrays)
         self._written: dict[int, _Written] = {}
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
 
     @property
     def arrays(self) -> list[jax.Array]:
         """The arrays, with all that has been written."""
-        with self._lock:
+        with self._changed:
+            self._changed.wait_for(lambda: not any(w.writers for w in self._written.values()))
             for index in list(self._written):
                 self._send(index)
             return list(self._arrays)
@@ -52,19 +53,26 @@ class DevicePartState:
 
     def write(self, index: int, offset: int, values: np.ndarray) -> None:
         """Set a range of array `index`; several threads may write different ranges."""
-        with self._lock:
+        if not len(values):
+            return
+        with self._changed:
             if index not in self._written:
                 array = self._arrays[index]
                 self._written[index] = _Written(np.zeros(array.shape, array.dtype))
             written = self._written[index]
             written.writers += 1
-        written.values[offset : offset + len(values)] = values
-        with self._lock:
-            written.writers -= 1
-            written.ranges[offset] = len(values)
-            whole = sum(written.ranges.values()) >= self.layout.num_parameters
-            if whole and not written.writers and index in self._written:
-                self._send(index)
+        done = 0
+        try:
+            written.values[offset : offset + len(values)] = values
+            done = len(values)
+        finally:
+            with self._changed:
+                written.writers -= 1
+                written.ranges[offset] = max(done, written.ranges.get(offset, 0))
+                whole = sum(written.ranges.values()) >= self.layout.num_parameters
+                if whole and not written.writers:
+                    self._send(index)
+                self._changed.notify_all()
 
     def _send(self, index: int) -> None:
         """Bring what was written into an array, and free it."""

@@ -53,6 +53,7 @@ def export_checkpoint(
     from models.decoder import build
     from slidedp_jax.checkpoint import list_steps, read_parameter_arrays, read_record
 
+    checkpoint = checkpoint.resolve()
     root = checkpoint
     if not (checkpoint / "trainer.json").is_file():
         steps = list_steps(checkpoint / "checkpoints")

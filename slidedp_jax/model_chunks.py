@@ -71,6 +71,6 @@ def _check_resident(layouts: Sequence[ChunkLayout], treatments: Treatments) -> N
         raise UserError(
             f"the strategy keeps the state of {len(layouts)} chunks on the devices, but "
             f"{len(found)} of their parameters (such as {found[0]}) are updated as a whole on the "
-            "host, because the optimizer is not element-wise; plan with resident_state=False, which "
-            "gives resident_chunks=0"
+            "host, because the optimizer is not element-wise; plan with resident_state=False, for "
+            "resident_chunks=0"
         )

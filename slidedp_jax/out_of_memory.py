@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import jax
+
 from planner.search import Plan
 from slidedp_jax.errors import UserError
 
@@ -17,16 +19,21 @@ def explained(error: BaseException, plan: Plan) -> UserError | None:
       error: as it came out of a step, perhaps by way of another thread.
       plan: what the run was given.
     """
+    causes: list[BaseException] = []
     cause: BaseException | None = error
-    while cause is not None and _SIGN not in str(cause):
+    while cause is not None and cause not in causes:
+        causes.append(cause)
         cause = cause.__cause__ or cause.__context__
-    if cause is None:
+    # Full disks and quotas are RESOURCE_EXHAUSTED too, but of other types.
+    found = [c for c in causes if isinstance(c, jax.errors.JaxRuntimeError) and _SIGN in str(c)]
+    if not found:
         return None
+    cause = found[0]
     gib = 2**30
     planned, budget = plan.chosen.memory.device_bytes / gib, plan.device_budget_bytes / gib
     return UserError(
         f"out of memory: {str(cause).splitlines()[0][:300]}\nThe plan was {planned:.1f} of "
-        f"{budget:.1f} GiB of each device. With --device_memory_budget {_NEXT_BUDGET * budget:.0f} "
+        f"{budget:.1f} GiB of each device. With --device_memory_budget {_NEXT_BUDGET * budget:.3g} "
         "less is kept there; the same command with it goes on from the last checkpoint. Other "
         "programs on the GPU take memory too: see nvidia-smi"
     )

@@ -22,27 +22,30 @@ from slidedp_jax.process import current_setup
 _PRESET_OF_KIND = {"H200": "h200", "H100": "h100", "A100": "a100-80g", "4090": "rtx4090"}
 
 
-def this_machine(*, host_memory_bytes: int | None = None) -> HardwareProfile:
+def this_machine(*, stated_host_bytes: float | None = None) -> HardwareProfile:
     """Profile of the configured devices: rates of the nearest preset, memory and cores as found.
 
     Args:
-      host_memory_bytes: the machine's memory where the kernel's figure is wrong (virtual machines
-        that grow as they are used).
+      stated_host_bytes: host memory that can be had even where the kernel reports less (virtual
+        machines that grow as they are used).
     """
     devices, _ = current_setup().devices()
     kind = devices[0].device_kind
     names = [name for part, name in _PRESET_OF_KIND.items() if part in kind]
     name = "cpu" if devices[0].platform == "cpu" else (names[0] if names else "h100")
-    memory = available_host_memory(physical_bytes=host_memory_bytes)
+    memory = available_host_memory()
+    available, found = float(memory.available_bytes), f"memory as found ({memory.describe()})"
+    if stated_host_bytes is not None and stated_host_bytes > available:
+        available, found = stated_host_bytes, f"host memory as stated, found: {memory.describe()}"
     profile = replace(
         PRESETS[name].with_devices(len(devices)),
         name=kind,
         num_host_cores=len(os.sched_getaffinity(0)),
-        host_memory_bytes=memory.available_bytes,
-        provenance=f"{_origin_of_rates(name, names)}; memory as found ({memory.describe()})",
+        host_memory_bytes=available,
+        provenance=f"{_origin_of_rates(name, names)}; {found}",
     )
     if profile.unified_memory:
-        return replace(profile, device_memory_bytes=memory.available_bytes)
+        return replace(profile, device_memory_bytes=available)
     limits = [_bytes_limit(device) for device in devices]
     return replace(profile, device_memory_bytes=min(limits) + profile.device_reserve_bytes)
 
@@ -91,7 +94,8 @@ def plan_for(
       compute_dtype: "bfloat16" or "float32".
       optimizer_state_bytes: bytes of optimizer state per parameter; AdamW's 8 by default.
       device_memory_budget_gib: memory to use of each device; None: what JAX may hand out.
-      host_memory_budget_gib: host memory to use; None: what is available.
+      host_memory_budget_gib: host memory to use, also more than the kernel reports; None: what is
+        available.
       update_policy: None: deferred with clipping, eager without.
       choices: what has been decided already; the search leaves it alone.
       keep_activations: instead of recomputing, keep weights and intermediate results of as many
@@ -106,8 +110,7 @@ def plan_for(
     """
     choices = choices or Choices()
     if hardware is None:
-        stated = None if host_memory_budget_gib is None else int(host_memory_budget_gib * 2**30)
-        hardware = this_machine(host_memory_bytes=stated)
+        hardware = this_machine(stated_host_bytes=_bytes(host_memory_budget_gib))
         host_devices = choices.num_host_devices or current_setup().num_host_devices
         choices = replace(choices, num_host_devices=host_devices)
     try:

@@ -11,6 +11,7 @@ from typing import Any
 from slidedp_jax.arguments import TrainArguments
 from slidedp_jax.checkpoint import list_steps
 from slidedp_jax.errors import UserError
+from slidedp_jax.run_lock import RunLock
 
 _MAY_CHANGE = frozenset(
     {
@@ -61,6 +62,7 @@ class RunFolder:
 
     root: pathlib.Path
     resume_from: pathlib.Path | None
+    lock: RunLock
 
     @property
     def checkpoints(self) -> pathlib.Path:
@@ -85,6 +87,7 @@ class RunFolder:
     def write_record(self, record: dict[str, Any]) -> None:
         """Store resolved settings, plan and versions."""
         self.root.mkdir(parents=True, exist_ok=True)
+        self.lock.acquire()
         (self.root / "run.json").write_text(json.dumps(record, indent=1, default=str))
 
     def drop_metrics_after(self, step: int) -> None:
@@ -99,10 +102,23 @@ class RunFolder:
 def open_run_folder(args: TrainArguments) -> RunFolder:
     """Decide between a fresh run and resuming; touches nothing unless told to overwrite.
 
+    The folder stays locked until the lock is released; a dry run takes no lock.
+
     Raises:
-      UserError: the folder holds something else, or a run with other settings.
+      UserError: the folder holds something else, a run with other settings or a running one.
     """
     root = pathlib.Path(args.output_dir)
+    lock = RunLock(root)
+    if not args.dry_run:
+        lock.acquire()
+    try:
+        return RunFolder(root=root, resume_from=_newest_to_resume(args, root), lock=lock)
+    except BaseException:
+        lock.release()
+        raise
+
+
+def _newest_to_resume(args: TrainArguments, root: pathlib.Path) -> pathlib.Path | None:
     if root.exists() and not root.is_dir():
         raise UserError(f"output_dir {root} is a file; give a folder")
     used = root.is_dir() and any(root.iterdir())
@@ -118,10 +134,10 @@ def open_run_folder(args: TrainArguments) -> RunFolder:
             (root / name).unlink(missing_ok=True)
         used = False
     if not used or args.overwrite_output_dir:
-        return RunFolder(root=root, resume_from=None)
+        return None
     _check_same_settings(args, json.loads(record.read_text()), root)
     steps = list_steps(root / "checkpoints")
-    return RunFolder(root=root, resume_from=steps[-1] if steps else None)
+    return steps[-1] if steps else None
 
 
 def _check_same_settings(args: TrainArguments, record: dict[str, Any], root: pathlib.Path) -> None:

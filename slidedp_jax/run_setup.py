@@ -163,6 +163,7 @@ def make_plan(args: TrainArguments, inputs: RunInputs, num_devices: int) -> Plan
         weight_route=args.weight_route,
         gradient_route=args.gradient_route,
     )
+    whole = args.optim in WHOLE_PARAMETER_OPTIMIZERS
     return plan_for(
         inputs.config,
         rows_per_step=inputs.source.rows_per_step,
@@ -177,8 +178,9 @@ def make_plan(args: TrainArguments, inputs: RunInputs, num_devices: int) -> Plan
         update_policy="deferred" if args.on_nonfinite == "skip" or args.max_loss else None,
         choices=choices,
         keep_activations=args.keep_activations,
-        # Those read whole matrices, on the host.
-        resident_state=False if args.optim in WHOLE_PARAMETER_OPTIMIZERS else args.resident_state,
+        # Some optimizers read whole matrices, on the host; and the memory of frozen layers' state,
+        # which is less, is planned as an average over all, which holds for all of it together.
+        resident_state=False if whole or args.freeze else args.resident_state,
         hardware=hardware,
     )
 
@@ -211,6 +213,48 @@ def frozen_note(args: TrainArguments, config: ModelConfig) -> str:
         f"{arrays - len(trained)} of {arrays} parameter arrays are frozen; "
         f"{_count(trained):,} of {config.num_parameters:,} parameters are trained"
     )
+
+
+def check_attention(args: TrainArguments, inputs: RunInputs) -> None:
+    """Whether a kernel that was asked for by name can run on this machine.
+
+    Raises:
+      UserError: it cannot; every reason is listed.
+    """
+    if args.attention == "auto" or args.hardware is not None:
+        return
+    from models.attention import device_target, resolve_attention
+    from slidedp_jax.process import current_setup
+
+    try:
+        resolve_attention(
+            args.attention,
+            target=device_target(current_setup().devices()[0][0]),
+            dtype=args.dtype,
+            head_dim=inputs.config.head_dim,
+            rows="documents" if args.packing else "whole",
+        )
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def setting_notes(inputs: RunInputs, args: TrainArguments) -> list[str]:
+    """What is allowed and does not do what one might expect."""
+    notes = []
+    longest = inputs.config.max_position_embeddings
+    if longest is not None and inputs.source.widths[-1] > longest:
+        notes.append(
+            f"rows have up to {inputs.source.widths[-1]:,} tokens, the model was made for "
+            f"{longest:,} (max_position_embeddings)"
+        )
+    if args.eval_steps is not None and not args.validation_file:
+        notes.append("eval_steps without validation_file: nothing is evaluated")
+    if args.warmup_steps >= inputs.num_steps:
+        notes.append(
+            f"warmup_steps is {args.warmup_steps} of {inputs.num_steps} steps: the peak learning "
+            "rate is never reached"
+        )
+    return notes
 
 
 def epochs_note(inputs: RunInputs, args: TrainArguments) -> str:

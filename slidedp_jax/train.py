@@ -54,16 +54,34 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(args: TrainArguments) -> int:
     """Run a training job; returns the exit code."""
-    from slidedp_jax.out_of_memory import explained
     from slidedp_jax.run_folder import open_run_folder
-    from slidedp_jax.run_setup import epochs_note, frozen_note, load_inputs, make_plan
 
     setup = _configure(args)
     num_devices = args.num_devices or (1 if args.hardware is not None else len(setup.devices()[0]))
     folder = open_run_folder(args)
+    try:
+        return _train_in(folder, args, num_devices)
+    finally:
+        folder.lock.release()
+
+
+def _train_in(folder: Any, args: TrainArguments, num_devices: int) -> int:
+    from slidedp_jax.out_of_memory import explained
+    from slidedp_jax.run_setup import (
+        check_attention,
+        epochs_note,
+        frozen_note,
+        load_inputs,
+        make_plan,
+        setting_notes,
+    )
+
     inputs = load_inputs(args, num_devices)
+    check_attention(args, inputs)
     print(inputs.report)
     print(epochs_note(inputs, args))
+    for note in setting_notes(inputs, args):
+        print(f"note: {note}")
     plan = make_plan(args, inputs, num_devices)
     if args.freeze:
         print(frozen_note(args, inputs.config))

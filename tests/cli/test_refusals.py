@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from slidedp_jax.run_lock import RunLock
 from slidedp_jax.train import main
 
 CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
@@ -116,6 +117,53 @@ def test_a_column_of_processes_ends_without_traceback(inputs, tmp_path):
     done = inputs.run(tmp_path / "out", train_file=tmp_path / "nowhere.jsonl")
     assert done.returncode == 1 and not (tmp_path / "out").exists()
     assert done.stderr.startswith("error: ") and len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_kernel_that_cannot_run_here(refused):
+    assert "the platform is cpu, cuDNN needs cuda" in refused(attention="cudnn")
+
+
+def test_state_of_frozen_models_is_not_planned_for_the_devices(refused):
+    error = refused(code=2, resident_state=True, freeze=["model.layers.0.*"])
+    assert "drop one of them" in error
+
+
+def test_a_stated_budget_is_what_may_be_used(inputs, tmp_path, capsys):
+    """Less than there is, and more than the kernel reports: machines may grow as they are used."""
+    for gib in (3, 10_000):
+        command = inputs.command(tmp_path / "out", dry_run=True, host_memory_budget=gib)
+        assert main(command) == 0
+        printed = capsys.readouterr().out
+        assert f"of {gib}.00 GiB, " in printed
+        assert ("host memory as stated" in printed) == (gib == 10_000)
+
+
+def test_what_does_not_do_what_one_might_expect_is_noted(inputs, tmp_path, capsys):
+    settings = {"eval_steps": 1, "warmup_steps": 50, "max_seq_length": 100_000, "packing": True}
+    settings |= {"per_device_train_batch_size": 1, "rows_per_microbatch": 1, "max_steps": 3}
+    rows = tmp_path / "long.jsonl"
+    rows.write_text(lines(*[{"text": "word " * 9000}] * 24))
+    command = inputs.command(tmp_path / "out", dry_run=True, train_file=rows, **settings)
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    for what in ("eval_steps without validation_file", "the peak learning rate is never reached"):
+        assert f"note: {what}" in printed or what in printed
+    assert "(max_position_embeddings)" in printed
+
+
+def test_a_folder_in_use_is_left_alone(refused, inputs, tmp_path, capsys):
+    out = tmp_path / "busy"
+    inputs.train(out, max_steps=2)
+    held = RunLock(out)
+    held.acquire()
+    before = sorted(path.name for path in out.iterdir())
+    capsys.readouterr()
+    for more in ({}, {"overwrite_output_dir": True}):
+        assert main(inputs.command(out, max_steps=3, **more)) == 1
+        assert "is in use by another run" in capsys.readouterr().err
+    assert sorted(path.name for path in out.iterdir()) == before
+    held.release()
+    inputs.train(out, max_steps=3)
 
 
 def test_dry_run_writes_nothing(inputs, tmp_path, capsys):

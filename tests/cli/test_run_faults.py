@@ -6,6 +6,7 @@ import jax
 import pytest
 from runs import checkpoints, losses, metrics
 
+from slidedp_jax.checkpoint import list_steps
 from slidedp_jax.data import BatchSource
 from slidedp_jax.part_updates import PartUpdates
 from slidedp_jax.train import main
@@ -80,3 +81,25 @@ def test_running_out_of_device_memory_says_what_to_change(
     monkeypatch.undo()
     inputs.train(out, max_steps=6, save_steps=1)
     assert len(losses(out)) == 6
+
+
+def test_a_full_disk_is_called_one(inputs, tmp_path, capsys, monkeypatch):
+    """TensorStore calls it RESOURCE_EXHAUSTED too, which is no lack of device memory."""
+
+    def full(*_, **__):
+        raise ValueError(
+            "RESOURCE_EXHAUSTED: Error writing local file: No space left on device "
+            "[os_error_code='28']"
+        )
+
+    monkeypatch.setattr("orbax.checkpoint.Checkpointer.save", full)
+    out = tmp_path / "run"
+    assert main(inputs.command(out, max_steps=6, save_steps=2)) == 1
+    error = capsys.readouterr().err
+    assert "cannot be written: " in error and "No space left on device" in error
+    assert "device_memory_budget" not in error and "Traceback" not in error
+    assert list_steps(out / "checkpoints") == []
+    monkeypatch.undo()
+    (out / "checkpoints" / "step_00000002").mkdir()  # as a broken copy leaves it
+    inputs.train(out, max_steps=6, save_steps=2)
+    assert checkpoints(out) == [4, 6]

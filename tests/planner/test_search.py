@@ -1,6 +1,7 @@
 """The search is exact, monotone in its budgets, and says why nothing fits."""
 
 import itertools
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -259,6 +260,32 @@ def test_what_the_host_has_no_room_for_stays_on_the_devices():
         )
         assert tight.chosen.memory.host_bytes <= host_gib * GIB
         assert tight.chosen.memory.device_bytes <= 60 * GIB
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_more_host_memory_never_gives_a_much_slower_plan(num_devices):
+    """Which chunk size is best depends on how much state stays on the devices."""
+    hardware = named_hardware("h200", num_devices=num_devices)
+    workload = Workload.from_config(named_config("qwen3-8b"))
+    batch = BatchShape(num_rows=8, seq_length=4096)
+    times = [
+        plan(workload, batch, hardware, host_budget_bytes=gib * GIB).chosen.time.step_s
+        for gib in (35, 60, 85, 106, 120)
+    ]
+    for less, more in itertools.pairwise(times):
+        assert more <= 1.01 * less
+
+
+def test_a_host_that_is_too_small_is_told_what_it_needs_beside_the_devices():
+    """Not what it would need if no state stayed there."""
+    hardware = named_hardware("rtx4090", num_devices=4)
+    workload = Workload.from_config(named_config("qwen3-8b"))
+    batch = BatchShape(num_rows=8, seq_length=2048)
+    with pytest.raises(PlanError, match="host memory: needs") as caught:
+        plan(workload, batch, hardware, host_budget_bytes=60 * GIB)
+    need = float(re.search(r"host memory: needs ([\d.]+) GiB", str(caught.value))[1])
+    assert 60 < need < 100
+    assert plan(workload, batch, hardware, host_budget_bytes=(need + 0.1) * GIB)
 
 
 def test_the_cpu_backend_keeps_activations_only_when_asked():

@@ -1,6 +1,8 @@
 """Chunks whose training state stays on the compute devices: the same training, nothing copied."""
 
 import functools
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import optax
@@ -202,3 +204,34 @@ def test_resident_state_passes_through_host_memory_an_array_at_a_time():
         for name, values in expected.items():
             wanted = -values if name == names[1] else values
             np.testing.assert_array_equal(it.store.read(name), wanted, err_msg=name)
+
+
+def test_what_is_written_beside_a_reader_arrives():
+    """A reader waits for writers; a shorter range written later does not undo a longer one."""
+    config = small_config(layers=LAYERS)
+    plan = strategy(resident_chunks=CHUNKS)
+    with trainer(config, OPTIMIZER, plan, num_devices=1) as it:
+        part = max(it.store.parts, key=lambda part: part.layout.num_parameters)
+        size = part.layout.num_parameters // 8
+        wanted = np.concatenate([np.full(size, i + 1.0, np.float32) for i in range(8)])
+        stop = threading.Event()
+
+        def keep_reading():
+            while not stop.is_set():
+                _ = part.arrays
+
+        reader = threading.Thread(target=keep_reading)
+        reader.start()
+        with ThreadPoolExecutor(4) as pool:
+            for _ in range(10):
+                cuts = [(i * size, wanted[i * size : (i + 1) * size]) for i in range(8)]
+                list(pool.map(lambda cut: part.write(2, *cut), cuts))
+                np.testing.assert_array_equal(part.read(2, 0, 8 * size), wanted)
+                wanted = -wanted
+        stop.set()
+        reader.join()
+        part.write(2, 0, np.ones(20, np.float32))
+        part.write(2, 0, np.full(3, 2.0, np.float32))
+        part.write(2, 0, np.empty(0, np.float32))
+        expected = [2.0] * 3 + [1.0] * 17
+        np.testing.assert_array_equal(part.read(2, 0, 20), expected)
