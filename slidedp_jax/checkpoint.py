@@ -25,7 +25,14 @@ import orbax.checkpoint as ocp
 from models.streamed import Stage
 from slidedp_jax.errors import UserError
 from slidedp_jax.host_store import HostStore
-from slidedp_jax.stage_arrays import MASTER, ahead, read_stages, state_key, write_stage
+from slidedp_jax.stage_arrays import (
+    MASTER,
+    ahead,
+    read_stages,
+    state_key,
+    verify,
+    write_stage,
+)
 from slidedp_jax.trainer import Trainer
 
 FORMAT = 2
@@ -69,12 +76,14 @@ def save(trainer: Trainer, folder: pathlib.Path, extra: Mapping[str, Any]) -> pa
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     checkpointer = _checkpointer()
-    for stage, arrays in read_stages(trainer.store, trainer.model.stages()):
+    sums: dict[str, Any] = {}
+    for stage, arrays, of_stage in read_stages(trainer.store, trainer.model.stages()):
         item = (unfinished / _item(stage)).absolute()
         try:
             checkpointer.save(item, args=ocp.args.PyTreeSave(arrays))
         except (ValueError, RuntimeError) as error:  # TensorStore's, with the system's words inside
             raise OSError(f"{item} cannot be written: {error}") from None
+        sums |= of_stage
     record = {
         "format": FORMAT,
         "step": trainer.step_count,
@@ -82,6 +91,7 @@ def save(trainer: Trainer, folder: pathlib.Path, extra: Mapping[str, Any]) -> pa
         "optimizer_state": _state_kinds(trainer),
         "kernel_form": trainer.kernel_form,
         "ema_decay": trainer.ema_decay,
+        "checksums": sums,
         "extra": dict(extra),
     }
     path = unfinished / "trainer.json"
@@ -105,7 +115,7 @@ def restore(trainer: Trainer, checkpoint: pathlib.Path) -> Restored:
     for item in (checkpoint / _item(stage) for stage in stages):
         if not item.is_dir():
             raise UserError(f"{checkpoint} has no {item.name}: it is of another model or damaged")
-    for _, arrays in ahead(partial(_load_stage, trainer.store, checkpoint), stages):
+    for _, arrays in ahead(partial(_load_stage, trainer.store, checkpoint, record), stages):
         write_stage(trainer.store, arrays)
     shared = [_from_json(leaf) for leaf in record["shared_optimizer_state"]]
     trainer.resume_at(record["step"], shared)
@@ -157,8 +167,16 @@ def read_parameter_arrays(
 
     `averaged`: their moving averages; of frozen parameters the masters. The checkpoint must have
     been saved with `ema_decay`.
+
+    Raises:
+      UserError: values are not those that were saved.
     """
-    tree = _checkpointer().restore((checkpoint / _item(stage)).absolute())
+    item = (checkpoint / _item(stage)).absolute()
+    tree = _checkpointer().restore(item)
+    try:
+        verify(tree, read_record(checkpoint).get("checksums"))
+    except ValueError as error:
+        raise UserError(f"{item} is damaged: {error}") from None
 
     def wanted(arrays: Mapping[str, Any]) -> Any:
         number = len(arrays) - 1  # state arrays, the average is the last
@@ -198,7 +216,9 @@ def _check_state_kinds(
             )
 
 
-def _load_stage(store: HostStore, checkpoint: pathlib.Path, stage: Stage) -> Any:
+def _load_stage(
+    store: HostStore, checkpoint: pathlib.Path, record: Mapping[str, Any], stage: Stage
+) -> Any:
     """Arrays of a stage, in the shapes and dtypes of the state.
 
     Raises:
@@ -220,6 +240,7 @@ def _load_stage(store: HostStore, checkpoint: pathlib.Path, stage: Stage) -> Any
                 found = tree[name][key]
                 if found.shape != spec.shape:
                     raise ValueError(f"{key} of {name} has shape {found.shape}, not {spec.shape}")
+        verify(tree, record.get("checksums"))
         return tree
     except (ValueError, KeyError, OSError, RuntimeError) as error:
         raise UserError(

@@ -1,7 +1,11 @@
-"""A stage's arrays out of and into the training state, several at a time, the next stage ahead."""
+"""A stage's arrays out of and into the training state, several at a time, the next stage ahead.
+
+With a checksum of each, by which damage on a disk is noticed.
+"""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -22,10 +26,49 @@ StageArrays = dict[str, dict[str, np.ndarray]]
 """Parameter name -> `master` (fp32) and `state_0`, `state_1`, ..."""
 
 
-def read_stages(store: HostStore, stages: Iterable[Stage]) -> Iterator[tuple[Stage, StageArrays]]:
+Checksums = Mapping[str, Mapping[str, int]]
+"""CRC-32 of the bytes of each array of `StageArrays`."""
+
+
+def read_stages(
+    store: HostStore, stages: Iterable[Stage]
+) -> Iterator[tuple[Stage, StageArrays, Checksums]]:
     """Fresh arrays of one stage after the other; the next is read while one is in use."""
     with ThreadPoolExecutor(READERS) as readers:
-        yield from ahead(lambda stage: _read(store, stage, readers), stages)
+
+        def read(stage: Stage) -> tuple[StageArrays, Checksums]:
+            arrays = _read(store, stage, readers)
+            return arrays, checksums(arrays, readers)
+
+        for stage, (arrays, sums) in ahead(read, stages):
+            yield stage, arrays, sums
+
+
+def checksums(arrays: Mapping[str, Mapping[str, Any]], workers: Executor) -> Checksums:
+    """Of all arrays."""
+    jobs = {
+        name: {key: workers.submit(_checksum, values) for key, values in of_name.items()}
+        for name, of_name in arrays.items()
+    }
+    return {
+        name: {key: job.result() for key, job in of_name.items()} for name, of_name in jobs.items()
+    }
+
+
+def verify(arrays: Mapping[str, Mapping[str, Any]], expected: Checksums | None) -> None:
+    """Compare with what was saved, if that is known.
+
+    Raises:
+      ValueError: an array has changed.
+    """
+    if expected is None:
+        return
+    with ThreadPoolExecutor(READERS) as workers:
+        found = checksums(arrays, workers)
+    for name, of_name in found.items():
+        for key, value in of_name.items():
+            if value != expected[name][key]:
+                raise ValueError(f"{key} of {name} has other values than were saved")
 
 
 def write_stage(store: HostStore, arrays: Mapping[str, Mapping[str, Any]]) -> None:
@@ -72,6 +115,10 @@ def _read(store: HostStore, stage: Stage, readers: Executor) -> StageArrays:
         name: {key: job.result().view(_Unchanging) for key, job in arrays.items()}
         for name, arrays in jobs.items()
     }
+
+
+def _checksum(values: np.ndarray) -> int:
+    return zlib.crc32(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
 
 
 class _Unchanging(np.ndarray):

@@ -1,13 +1,16 @@
 """Stages are read ahead of their use, completely, and errors come through."""
 
 import copy
+import struct
 import threading
 
 import optax
 import pytest
 from streamed_training import small_config, strategy, trainer
 
-from slidedp_jax.stage_arrays import MASTER, ahead, read_stages, state_key
+from slidedp_jax.checkpoint import list_steps, read_parameter_arrays, restore, save
+from slidedp_jax.errors import UserError
+from slidedp_jax.stage_arrays import MASTER, ahead, read_stages, state_key, verify
 
 
 def test_the_next_is_made_while_one_is_used():
@@ -51,8 +54,10 @@ def test_stages_hold_all_parameters_and_their_state_uncopied():
     with trainer(config, optax.adamw(1e-3), strategy(), num_devices=1) as it:
         seen = {}
         stages = it.model.stages()
-        for stage, arrays in read_stages(it.store, stages):
-            assert list(arrays) == list(stage.parameter_names())
+        for stage, arrays, sums in read_stages(it.store, stages):
+            assert list(arrays) == list(sums) == list(stage.parameter_names())
+            verify(arrays, sums)
+            verify(arrays, None)
             seen |= arrays
         assert set(seen) == set(it.store.parameter_names)
         for name, arrays in seen.items():
@@ -61,3 +66,28 @@ def test_stages_hold_all_parameters_and_their_state_uncopied():
             assert arrays[state_key(1)].shape == it.store.shapes[name]
             # What Orbax does before it writes: with arrays of this size, half the time of a save.
             assert copy.deepcopy(arrays[MASTER]) is arrays[MASTER]
+
+
+def test_changed_values_in_a_checkpoint_are_noticed(tmp_path):
+    """Finite ones too, in any array; by restoring and by exporting."""
+    config = small_config(tied=False, layers=2)
+
+    def start():
+        return trainer(config, optax.adamw(1e-3), strategy(), num_devices=1)
+
+    with start() as it:
+        save(it, tmp_path, {})
+        (folder,) = list_steps(tmp_path)
+        stages = it.model.stages()
+    stage = next(one for one in stages if "layers.1" in one.name)
+    item = next(path for path in folder.iterdir() if path.name.endswith(stage.name))
+    data = max((p for p in item.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    raw = bytearray(data.read_bytes())
+    middle = len(raw) // 2 // 4 * 4
+    raw[middle : middle + 4] = struct.pack("<f", 0.5)
+    data.write_bytes(raw)
+    with start() as it, pytest.raises(UserError, match=r"damaged.*move .*step_"):
+        restore(it, folder)
+    assert read_parameter_arrays(folder, stages[0])
+    with pytest.raises(UserError, match=r"(?s)damaged.*other values than were saved"):
+        read_parameter_arrays(folder, stage)
