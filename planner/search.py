@@ -4,7 +4,7 @@ Every candidate's memory is computed; those that fit are sorted by a lower bound
 and simulated in that order until the bound of the next is no better than the best time found. So
 far the result is the best of all candidates, and a larger budget can only add candidates. What
 device memory is left over is then put to use (`spare_memory`), for one strategy of each kind: that
-is a good guess and no proof, and a larger budget may cost two hundredths of a step.
+is a good guess and no proof, and a larger budget may cost a few hundredths of a step.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ NUM_REJECTED = 4
 
 NEARLY = 1.01
 """Times that are as good as the best, where another reason decides."""
+
+SMALL_LOSS_CHUNK_TOKENS, LARGE_LOGITS = 1024, 0.1
+"""A loss chunk that is small, and from which share of a device's memory on logits are large."""
 
 NUM_REFINED = 2
 """Best strategies for which state on the devices is tried in any case."""
@@ -143,7 +146,8 @@ def plan(
         raise PlanError(_nothing_fits(job, [memory for _, memory in misfits], choices))
     ranked = _simulate_best(job, fitting)
     if resident_state:
-        ranked = _with_spare_memory(job, ranked, fitting, keep_activations)
+        roomier = SMALL_LOSS_CHUNK_TOKENS if choices.loss_chunk_tokens is None else None
+        ranked = _with_spare_memory(job, ranked, fitting, keep_activations, roomier)
     return _as_plan(job, ranked, misfits)
 
 
@@ -188,11 +192,13 @@ def _with_spare_memory(
     ranked: list[Alternative],
     fitting: list[tuple[float, Strategy]],
     keep_activations: bool,
+    loss_chunk_tokens: int | None,
 ) -> list[Alternative]:
     """With the best that state on the devices makes of one strategy of each kind, fastest first.
 
     How fast a strategy is with all state on the host says little about that. So for each chunk size
-    and weight route, whose copies it spares, the one with the lowest bound is tried.
+    and weight route, whose copies it spares, the one with the lowest bound is tried; where logits
+    take much of the memory, also with `loss_chunk_tokens`, which leaves more for state.
     """
     kinds: dict[object, Strategy] = {}
     for _, strategy in sorted(fitting, key=lambda item: item[0]):
@@ -202,7 +208,15 @@ def _with_spare_memory(
     for one in ranked[:NUM_REFINED]:
         if one.strategy.gradient_route == "reduce_scatter":
             kinds[one.strategy] = one.strategy
-    for strategy in dict.fromkeys(kinds.values()):
+    tried = list(dict.fromkeys(kinds.values()))
+    if loss_chunk_tokens is not None:
+        tried += [
+            replace(strategy, loss_chunk_tokens=loss_chunk_tokens)
+            for strategy in tried
+            if strategy.loss_chunk_tokens > loss_chunk_tokens
+            and _share_of_logits(job.memory(strategy)) > LARGE_LOGITS
+        ]
+    for strategy in tried:
         one = found.get(strategy) or job.alternative(strategy)
         better = with_state_on_devices(job, one, keep_activations=keep_activations)
         found[better.strategy] = better
@@ -211,6 +225,10 @@ def _with_spare_memory(
     good = [one for one in ranked if one.time.step_s <= NEARLY * ranked[0].time.step_s]
     best = min(good, key=lambda one: (one.strategy.layers_per_chunk, *_by_time(one)))
     return [best, *(one for one in ranked if one is not best)]
+
+
+def _share_of_logits(memory: MemoryUse) -> float:
+    return memory.device.get("logits", 0.0) / memory.device_bytes
 
 
 def _or(value: float | None, default: float) -> float:

@@ -79,6 +79,7 @@ LONGEST_FILES = (
     "test_schedule.py",
     "test_kept_chunks.py",
     "test_page.py",
+    "test_search.py",
 )
 """They begin first, so that no worker is left alone with one of them at the end."""
 

