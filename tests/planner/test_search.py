@@ -40,7 +40,15 @@ def test_equals_a_search_through_everything():
     hardware = named_hardware("rtx4090", num_devices=2)
     batch = BatchShape(num_rows=12, seq_length=2048)
     budget = 7 * GIB
-    found = plan(workload, batch, hardware, device_budget_bytes=budget, update_policy="eager")
+    found = plan(
+        workload,
+        batch,
+        hardware,
+        device_budget_bytes=budget,
+        update_policy="eager",
+        keep_activations=False,
+        resident_state=False,
+    )
     pieces = default_num_host_devices(hardware.num_host_cores, hardware.num_devices)
     best_s = float("inf")
     for layers, rows, weights, gradients, depth, loss_chunk in itertools.product(
