@@ -67,41 +67,40 @@ class HostMemory:
 
 
 def available_host_memory(
-    root: Path | str = "/", *, physical_bytes: int | None = None
+    root: Path | str = "/", *, stated_bytes: float | None = None
 ) -> HostMemory:
     """Reads the machine's memory and all control-group limits above this process.
 
     Args:
       root: where the file system that describes this process is mounted; tests pass a fake tree.
-      physical_bytes: the machine's memory, where the kernel's figure is wrong (some virtual
-        machines report little and grow as it is used). Control groups still apply.
+      stated_bytes: what can be had of the machine's memory, where the kernel reports less (some
+        virtual machines report little and grow as it is used). Control groups still apply.
 
     Raises:
-      RuntimeError: `proc/meminfo` is missing or unreadable and `physical_bytes` was not given.
+      RuntimeError: `proc/meminfo` is missing or unreadable and nothing was stated.
     """
     root = Path(root)
-    bounds = [_physical(root, physical_bytes), *_cgroup_v2(root), *_cgroup_v1(root)]
+    bounds = [_physical(root, stated_bytes), *_cgroup_v2(root), *_cgroup_v1(root)]
     return HostMemory(bounds=tuple(sorted(bounds, key=lambda bound: bound.available_bytes)))
 
 
-def _physical(root: Path, physical_bytes: int | None) -> MemoryBound:
+def _physical(root: Path, stated_bytes: float | None) -> MemoryBound:
     path = root / "proc/meminfo"
+    stated = int(stated_bytes or 0)
+    as_stated = MemoryBound(name="physical memory as stated", limit_bytes=stated, used_bytes=0)
     try:
         lines = path.read_text().splitlines()
         fields = {name: int(rest.split()[0]) * 1024 for name, _, rest in _partitioned(lines)}
         total, used = fields["MemTotal"], fields["MemTotal"] - fields["MemAvailable"]
     except (OSError, KeyError, ValueError, IndexError) as error:
-        if physical_bytes is None:
-            raise RuntimeError(
-                f"cannot read MemTotal and MemAvailable from {path}: {error!r}; state the host "
-                "memory explicitly."
-            ) from error
-        total, used = physical_bytes, 0
-    if physical_bytes is None:
-        return MemoryBound(name="physical memory", limit_bytes=total, used_bytes=used)
-    return MemoryBound(
-        name="physical memory as stated", limit_bytes=physical_bytes, used_bytes=used
-    )
+        if stated:
+            return as_stated
+        raise RuntimeError(
+            f"cannot read MemTotal and MemAvailable from {path}: {error!r}; state the host "
+            "memory explicitly."
+        ) from error
+    found = MemoryBound(name="physical memory", limit_bytes=total, used_bytes=used)
+    return as_stated if stated > found.available_bytes else found
 
 
 def _partitioned(lines: list[str]) -> list[tuple[str, str, str]]:

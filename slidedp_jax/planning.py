@@ -27,25 +27,22 @@ def this_machine(*, stated_host_bytes: float | None = None) -> HardwareProfile:
 
     Args:
       stated_host_bytes: host memory that can be had even where the kernel reports less (virtual
-        machines that grow as they are used).
+        machines that grow as they are used); limits of control groups hold in any case.
     """
     devices, _ = current_setup().devices()
     kind = devices[0].device_kind
     names = [name for part, name in _PRESET_OF_KIND.items() if part in kind]
     name = "cpu" if devices[0].platform == "cpu" else (names[0] if names else "h100")
-    memory = available_host_memory()
-    available, found = float(memory.available_bytes), f"memory as found ({memory.describe()})"
-    if stated_host_bytes is not None and stated_host_bytes > available:
-        available, found = stated_host_bytes, f"host memory as stated, found: {memory.describe()}"
+    memory = available_host_memory(stated_bytes=stated_host_bytes)
     profile = replace(
         PRESETS[name].with_devices(len(devices)),
         name=kind,
         num_host_cores=len(os.sched_getaffinity(0)),
-        host_memory_bytes=available,
-        provenance=f"{_origin_of_rates(name, names)}; {found}",
+        host_memory_bytes=memory.available_bytes,
+        provenance=f"{_origin_of_rates(name, names)}; memory as found ({memory.describe()})",
     )
     if profile.unified_memory:
-        return replace(profile, device_memory_bytes=available)
+        return replace(profile, device_memory_bytes=memory.available_bytes)
     limits = [_bytes_limit(device) for device in devices]
     return replace(profile, device_memory_bytes=min(limits) + profile.device_reserve_bytes)
 

@@ -2,9 +2,12 @@
 
 import json
 import shutil
+from functools import partial
 
 import pytest
 
+from planner.host_memory import available_host_memory
+from slidedp_jax import planning
 from slidedp_jax.run_lock import RunLock
 from slidedp_jax.train import main
 
@@ -128,14 +131,28 @@ def test_state_of_frozen_models_is_not_planned_for_the_devices(refused):
     assert "drop one of them" in error
 
 
-def test_a_stated_budget_is_what_may_be_used(inputs, tmp_path, capsys):
+def test_a_stated_budget_is_what_may_be_used(inputs, tmp_path, capsys, monkeypatch):
     """Less than there is, and more than the kernel reports: machines may grow as they are used."""
-    for gib in (3, 10_000):
-        command = inputs.command(tmp_path / "out", dry_run=True, host_memory_budget=gib)
-        assert main(command) == 0
-        printed = capsys.readouterr().out
-        assert f"of {gib}.00 GiB, " in printed
-        assert ("host memory as stated" in printed) == (gib == 10_000)
+    machine = tmp_path / "machine"
+    (machine / "proc").mkdir(parents=True)
+    (machine / "proc/meminfo").write_text("MemTotal: 8388608 kB\nMemAvailable: 4194304 kB\n")
+    monkeypatch.setattr(planning, "available_host_memory", partial(available_host_memory, machine))
+
+    def plan(gib):
+        code = main(inputs.command(tmp_path / "out", dry_run=True, host_memory_budget=gib))
+        return code, *capsys.readouterr()
+
+    for gib in (3, 4, 100):
+        code, printed, _ = plan(gib)
+        assert code == 0 and f"of {gib}.00 GiB, " in printed
+        assert ("physical memory as stated" in printed) == (gib == 100)
+    (machine / "proc/self").mkdir()
+    (machine / "proc/self/cgroup").write_text("0::/\n")
+    (machine / "sys/fs/cgroup").mkdir(parents=True)
+    (machine / "sys/fs/cgroup/memory.max").write_text(f"{16 * 2**30}\n")
+    (machine / "sys/fs/cgroup/memory.current").write_text("0\n")
+    code, _, error = plan(100)
+    assert code == 1 and "host memory budget is 100.00 GiB" in error and "has 16.00 GiB" in error
 
 
 def test_what_does_not_do_what_one_might_expect_is_noted(inputs, tmp_path, capsys):

@@ -101,10 +101,12 @@ def test_v1_no_limit_constant_is_ignored_and_a_nested_limit_found(tmp_path):
     assert memory.binding.name == "control group /sys/fs/cgroup/memory/box"
 
 
-def test_stated_physical_memory_replaces_the_kernels_but_not_a_group(tmp_path):
+def test_stated_memory_replaces_what_the_kernel_reports_but_not_a_group(tmp_path):
     files = {"proc/meminfo": _meminfo(4, 3), "proc/self/cgroup": "0::/\n"}
     root = _tree(tmp_path, files)
-    assert available_host_memory(root, physical_bytes=128 * GIB).available_bytes == 127 * GIB
+    assert available_host_memory(root, stated_bytes=128 * GIB).available_bytes == 128 * GIB
+    # Less than there is changes nothing: it is what may be used, not what there is.
+    assert available_host_memory(root, stated_bytes=GIB) == available_host_memory(root)
     _tree(
         root,
         {
@@ -112,13 +114,13 @@ def test_stated_physical_memory_replaces_the_kernels_but_not_a_group(tmp_path):
             "sys/fs/cgroup/memory.current": "0\n",
         },
     )
-    assert available_host_memory(root, physical_bytes=128 * GIB).available_bytes == 16 * GIB
+    assert available_host_memory(root, stated_bytes=128 * GIB).available_bytes == 16 * GIB
 
 
 def test_unreadable_machine_says_what_to_do(tmp_path):
     with pytest.raises(RuntimeError, match="state the host memory explicitly"):
         available_host_memory(tmp_path)
-    assert available_host_memory(tmp_path, physical_bytes=GIB).available_bytes == GIB
+    assert available_host_memory(tmp_path, stated_bytes=GIB).available_bytes == GIB
 
 
 def test_this_machine_has_some():
