@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from planner.durations import chunk_durations
 from planner.hardware import HardwareProfile
@@ -11,6 +13,8 @@ from planner.memory import MemoryUse, memory_use
 from planner.step_time import StepTime, lower_bound_s, step_time
 from planner.strategy import Strategy
 from planner.workload import BatchShape, Workload
+
+_Prediction = TypeVar("_Prediction")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,13 +48,7 @@ class Job:
 
     def memory(self, strategy: Strategy) -> MemoryUse:
         """What the strategy takes."""
-        return memory_use(
-            self.workload,
-            self.batch,
-            strategy,
-            self.hardware,
-            optimizer_state_bytes=self.optimizer_state_bytes,
-        )
+        return self._predicted(memory_use, strategy)
 
     def limits(self, memory: MemoryUse) -> tuple[Limit, ...]:
         """The budgets that it exceeds."""
@@ -58,27 +56,25 @@ class Job:
 
     def lower_bound_s(self, strategy: Strategy) -> float:
         """Seconds that a step takes at least; cheaper than `time`."""
-        durations = chunk_durations(
-            self.workload,
-            self.batch,
-            strategy,
-            self.hardware,
-            optimizer_state_bytes=self.optimizer_state_bytes,
-        )
+        durations = self._predicted(chunk_durations, strategy)
         return lower_bound_s(durations, strategy, self.hardware)
 
     def time(self, strategy: Strategy) -> StepTime:
         """The step, simulated."""
-        return step_time(
-            self.workload,
-            self.batch,
-            strategy,
-            self.hardware,
-            optimizer_state_bytes=self.optimizer_state_bytes,
-        )
+        return self._predicted(step_time, strategy)
 
     def alternative(self, strategy: Strategy) -> Alternative:
         """The strategy with its prediction."""
         return Alternative(
             strategy=strategy, memory=self.memory(strategy), time=self.time(strategy)
+        )
+
+    def _predicted(self, model: Callable[..., _Prediction], strategy: Strategy) -> _Prediction:
+        """What one of the planner's models says of a strategy."""
+        return model(
+            self.workload,
+            self.batch,
+            strategy,
+            self.hardware,
+            optimizer_state_bytes=self.optimizer_state_bytes,
         )

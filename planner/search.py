@@ -51,27 +51,15 @@ class Rejected:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What to run and what to expect.
+class Plan(Job):
+    """What to run and what to expect: a job and what was found for it.
 
     Attributes:
-      workload: the model.
-      batch: rows of a step.
-      hardware: the host and its devices.
-      optimizer_state_bytes: optimizer state per parameter in bytes.
-      device_budget_bytes: what each device was allowed.
-      host_budget_bytes: what the host was allowed.
       chosen: the strategy to run.
       runners_up: the next best that fit, best first.
       rejected: potentially faster ones that do not fit, the most promising first.
     """
 
-    workload: Workload
-    batch: BatchShape
-    hardware: HardwareProfile
-    optimizer_state_bytes: float
-    device_budget_bytes: float
-    host_budget_bytes: float
     chosen: Alternative
     runners_up: tuple[Alternative, ...]
     rejected: tuple[Rejected, ...]
