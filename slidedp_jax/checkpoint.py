@@ -36,7 +36,15 @@ from slidedp_jax.stage_arrays import (
 from slidedp_jax.trainer import Trainer
 
 FORMAT = 2
-_KEYS = {"step", "shared_optimizer_state", "optimizer_state", "kernel_form", "ema_decay", "extra"}
+_KEYS = {
+    "format",
+    "step",
+    "shared_optimizer_state",
+    "optimizer_state",
+    "kernel_form",
+    "ema_decay",
+    "extra",
+}
 _STEP = re.compile(r"step_(\d+)")
 
 
@@ -137,10 +145,14 @@ def read_record(checkpoint: pathlib.Path) -> dict[str, Any]:
         ) from None
     except json.JSONDecodeError as error:
         raise UserError(f"{path} is damaged: {error}") from None
-    if not isinstance(record, dict) or not record.keys() >= _KEYS | {"format"}:
-        raise UserError(f"{path} is damaged: it lacks {_KEYS}; move {checkpoint.name} away")
-    if record["format"] != FORMAT:
-        raise UserError(f"{path} has format {record['format']}, this version reads {FORMAT}")
+    found = record if isinstance(record, dict) else {}
+    if found.get("format", FORMAT) != FORMAT:
+        raise UserError(f"{path} has format {found['format']}, this version reads {FORMAT}")
+    if missing := sorted(_KEYS - found.keys()):
+        raise UserError(
+            f"{path} is damaged: it lacks {', '.join(missing)}. To go on from an earlier "
+            f"checkpoint, move {checkpoint} away"
+        )
     return record
 
 

@@ -8,8 +8,7 @@ import pytest
 
 HERE = Path(__file__).parent
 
-# cuDNN's kernels exist on NVIDIA GPUs only; what stands in for them elsewhere has its own tests.
-pytestmark = pytest.mark.skipif(
+pytestmark = pytest.mark.skipif(  # cuDNN runs there only; what stands in for it has its own tests
     not Path("/dev/nvidiactl").exists(), reason="needs an NVIDIA GPU and JAX's CUDA plugin"
 )
 

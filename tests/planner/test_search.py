@@ -274,6 +274,16 @@ def test_what_the_host_has_no_room_for_stays_on_the_devices():
         assert tight.chosen.memory.device_bytes <= 60 * GIB
 
 
+def test_logits_make_room_for_state():
+    """Large loss chunks win nothing where state on the devices wins much."""
+    batch, hardware = BatchShape(num_rows=6, seq_length=2048), named_hardware("h200")
+    tight = partial(plan, QWEN3_06B, batch, hardware, device_budget_bytes=12 * GIB)
+    large = tight(choices=Choices(loss_chunk_tokens=4096))
+    assert large.strategy.loss_chunk_tokens == 4096
+    assert tight().strategy.loss_chunk_tokens < 4096
+    assert tight().chosen.time.step_s < 0.8 * large.chosen.time.step_s
+
+
 def test_no_more_layers_per_program_than_pay():
     """They take long to compile; where speed is the same, fewer are taken."""
     hardware = named_hardware("h200", num_devices=4)

@@ -8,7 +8,13 @@ import optax
 import pytest
 from streamed_training import small_config, strategy, trainer
 
-from slidedp_jax.checkpoint import list_steps, read_parameter_arrays, restore, save
+from slidedp_jax.checkpoint import (
+    list_steps,
+    read_parameter_arrays,
+    read_record,
+    restore,
+    save,
+)
 from slidedp_jax.errors import UserError
 from slidedp_jax.stage_arrays import MASTER, ahead, read_stages, state_key, verify
 
@@ -91,3 +97,18 @@ def test_changed_values_in_a_checkpoint_are_noticed(tmp_path):
     assert read_parameter_arrays(folder, stages[0])
     with pytest.raises(UserError, match=r"(?s)damaged.*other values than were saved"):
         read_parameter_arrays(folder, stage)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "lacks ema_decay, extra, format"),
+        ('{"format": 2}', "lacks ema_decay, extra"),
+        ('{"format": 1}', "has format 1, this version reads 2"),
+        ("{", "is damaged"),
+    ],
+)
+def test_a_damaged_record_says_what_it_lacks(text, message, tmp_path):
+    (tmp_path / "trainer.json").write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_record(tmp_path)
