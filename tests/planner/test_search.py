@@ -279,7 +279,6 @@ def test_logits_make_room_for_state():
     batch, hardware = BatchShape(num_rows=6, seq_length=2048), named_hardware("h200")
     tight = partial(plan, QWEN3_06B, batch, hardware, device_budget_bytes=12 * GIB)
     large = tight(choices=Choices(loss_chunk_tokens=4096))
-    assert large.strategy.loss_chunk_tokens == 4096
     assert tight().strategy.loss_chunk_tokens < 4096
     assert tight().chosen.time.step_s < 0.8 * large.chosen.time.step_s
 
