@@ -20,18 +20,22 @@ from slidedp_jax.stage_arrays import MASTER, ahead, read_stages, state_key, veri
 
 
 def test_the_next_is_made_while_one_is_used():
+    """Each side waits for the other: neither may run to its end before the other begins."""
     made, used = [], []
-    second = threading.Event()
+    first_is_used, second_is_made = threading.Event(), threading.Event()
 
     def make(item):
+        if item == 1:
+            assert first_is_used.wait(10)
         made.append(item)
         if item == 1:
-            second.set()
+            second_is_made.set()
         return item * 10
 
     for item, value in ahead(make, range(4)):
         if item == 0:
-            assert second.wait(10)  # or the second is not made before the first is done with
+            first_is_used.set()
+            assert second_is_made.wait(10)
         assert len(made) <= len(used) + 3
         used.append((item, value))
     assert used == [(0, 0), (1, 10), (2, 20), (3, 30)]
