@@ -31,6 +31,8 @@ class DecomposedOptimizer:
       groups: parameter name -> group number.
       representatives: the first parameter of each group.
       idle: per group, whether its program leaves parameters as they are and keeps no state.
+      texts: per group, its program, as text in a form of its own.
+      shared_text: the same of the state that no parameter owns.
 
     Raises:
       UserError: the update of a parameter depends on other parameters.
@@ -66,6 +68,7 @@ class DecomposedOptimizer:
             next(name for name in programs if self.groups[name] == group)
             for group in range(len(texts))
         ]
+        self.texts, self.shared_text = texts, shared.text
         self._params = self._fewest_parameters(params, texts)
         self.idle = [
             programs[name].reads_value_alone and self._leaves_values(group)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
@@ -22,18 +21,15 @@ def upload(
 
     The pieces are the shards of an array of `shape`; of a replicated one, they are all the same.
     """
-    devices = list(sharding.mesh.devices.flat)
-    if devices[0].platform == "cpu":
-        copies = [
-            jnp.array(piece, copy=True, device=device)
-            for piece, device in zip(pieces, devices, strict=True)
-        ]
-        return jax.make_array_from_single_device_arrays(shape, sharding, copies)
     size = pieces[0].shape[0]
+    in_host_memory = sharding.mesh.devices.flat[0].platform == "cpu"
+
+    def shard(index: tuple[slice, ...]) -> np.ndarray:
+        piece = pieces[(index[0].start or 0) // size]
+        return piece.copy() if in_host_memory else piece
+
     # One call for all devices; a list of arrays for `device_put` costs several times as much.
-    return jax.make_array_from_callback(
-        shape, sharding, lambda index: pieces[(index[0].start or 0) // size]
-    )
+    return jax.make_array_from_callback(shape, sharding, shard)
 
 
 def download(array: jax.Array) -> jax.Array:

@@ -5,9 +5,13 @@ import os
 
 import slidedp_jax
 
-# The programs are tiny and run once or twice, so compiling them is most of the work. Processes that
-# tests start inherit this.
-flags = [os.environ.get("XLA_FLAGS", ""), "--xla_backend_optimization_level=0"]
+# The programs are tiny and run once or twice, so compiling them is most of the work, which each of
+# several test processes does on one core. Processes that tests start inherit this.
+flags = [
+    os.environ.get("XLA_FLAGS", ""),
+    "--xla_backend_optimization_level=0",
+    "--xla_cpu_parallel_codegen_split_count=1",
+]
 if importlib.metadata.version("jax").startswith("0.10."):  # later versions do not know it
     flags.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join(flags)
@@ -17,41 +21,21 @@ import gc
 import pathlib
 
 import jax
-import numpy as np
 import pytest
-from jax._src import cache_key, compiler
+import shared_programs
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_traceback_in_locations_limit", 0)  # a sixth of the time of lowering
 
 
 MOST_MAPPINGS = 20_000
 """Every compiled program maps some memory; a process that reaches the kernel's limit of 65,530
 mappings crashes while it compiles."""
 
-compiled = {}
-
-
-def share_compiled_programs() -> None:
-    """Compile equal programs for equal devices once per process.
-
-    Every trainer traces and compiles programs of its own, and most tests make trainers whose
-    programs are equal: compiling them anew takes five sixths of the time.
-    """
-    compile_and_load = compiler.backend_compile_and_load
-
-    def compile_once(backend, module, devices, options, host_callbacks):
-        devices_key = tuple(device.id for device in devices)
-        key = devices_key, cache_key.get(module, np.array([*devices]), options, backend)
-        if host_callbacks:
-            return compile_and_load(backend, module, devices, options, host_callbacks)
-        if key not in compiled:
-            compiled[key] = compile_and_load(backend, module, devices, options, host_callbacks)
-        return compiled[key]
-
-    compiler.backend_compile_and_load = compile_once
-
-
-share_compiled_programs()
+shared_programs.share()
+# Tracing leaves much that is garbage at once and little that is old.
+gc.freeze()
+gc.set_threshold(200_000, 20, 100)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -59,7 +43,7 @@ def drop_compiled_programs_in_time():
     """Let go of programs that other files compiled before there are too many."""
     maps = pathlib.Path("/proc/self/maps")
     if maps.exists() and len(maps.read_bytes().splitlines()) > MOST_MAPPINGS:
-        compiled.clear()
+        shared_programs.forget()
         jax.clear_caches()
         gc.collect()
 

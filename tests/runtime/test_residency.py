@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import psutil
 import pytest
+import shared_programs
 from plain_training import random_batch
 from streamed_training import small_config, strategy, trainer
 
@@ -143,7 +144,10 @@ def test_a_trainer_leaves_nothing_behind():
     config = small_config(layers=2)
     batch = random_batch(config, 4, 8, packed=True)
     plan = strategy(rows_per_microbatch=1, num_host_devices=2)
-    with trainer(config, optax.adamw(1e-3), plan, num_devices=NUM_DEVICES) as it:
+    with (
+        shared_programs.unshared(),
+        trainer(config, optax.adamw(1e-3), plan, num_devices=NUM_DEVICES) as it,
+    ):
         assert np.isfinite(it.step(batch).grad_norm)
         left = [weakref.ref(part) for part in (it, it.store, it.model, it._programs, it._updates)]
     del it

@@ -1,0 +1,98 @@
+"""Programs that tests have in common are traced and compiled once per process.
+
+Every trainer traces and compiles programs of its own, and most tests make trainers whose programs
+are equal: making them anew takes five sixths of the time.
+"""
+
+import contextlib
+import functools
+
+import numpy as np
+from jax._src import cache_key, compiler
+
+from models import decoder
+from slidedp_jax import trainer, treatments
+
+_compiled = {}
+_traced = {}
+_elementwise = {}
+_active = True
+
+
+def share() -> None:
+    """From now on; before anything else takes hold of what is replaced here."""
+    _share_compiled_programs()
+    _share_traces()
+    _share_trials_of_optimizers()
+
+
+def forget() -> None:
+    """Let go of all programs."""
+    _compiled.clear()
+    _traced.clear()
+    decoder.build.cache_clear()
+
+
+@contextlib.contextmanager
+def unshared():
+    """Within it, trainers trace programs of their own, of models of their own."""
+    global _active
+    _active = False
+    try:
+        yield
+    finally:
+        _active = True
+
+
+def _share_compiled_programs() -> None:
+    """By their text, for equal devices."""
+    compile_and_load = compiler.backend_compile_and_load
+
+    def compile_once(backend, module, devices, options, host_callbacks):
+        devices_key = tuple(device.id for device in devices)
+        key = devices_key, cache_key.get(module, np.array([*devices]), options, backend)
+        if host_callbacks:
+            return compile_and_load(backend, module, devices, options, host_callbacks)
+        if key not in _compiled:
+            _compiled[key] = compile_and_load(backend, module, devices, options, host_callbacks)
+        return _compiled[key]
+
+    compiler.backend_compile_and_load = compile_once
+
+
+def _share_traces() -> None:
+    """Of models that were built alike, on equal devices, with equal routes."""
+    build = decoder.build
+    build_once = functools.cache(build)
+
+    @functools.wraps(build)
+    def build_shared(*args, **options):
+        return (build_once if _active else build)(*args, **options)
+
+    build_shared.cache_clear = build_once.cache_clear
+    decoder.build = build_shared
+    make_programs = trainer.ComputePrograms
+
+    def programs_once(model, mesh, weights, gradients, compute_dtype, **trained):
+        if not _active:
+            return make_programs(model, mesh, weights, gradients, compute_dtype, **trained)
+        route = type(weights), gradients.sums_on_host, gradients.wire_dtype
+        key = id(model), mesh, route, np.dtype(compute_dtype), tuple(trained.items())
+        if key not in _traced:
+            _traced[key] = make_programs(model, mesh, weights, gradients, compute_dtype, **trained)
+        return _traced[key]
+
+    trainer.ComputePrograms = programs_once
+
+
+def _share_trials_of_optimizers() -> None:
+    """Whether an update may be run on blocks is found out once for each text of it."""
+    is_elementwise = treatments.is_elementwise
+
+    def tried_once(optimizer, group):
+        key = optimizer.texts[group], optimizer.shared_text, len(optimizer.shape(group))
+        if key not in _elementwise:
+            _elementwise[key] = is_elementwise(optimizer, group)
+        return _elementwise[key]
+
+    treatments.is_elementwise = tried_once
