@@ -8,7 +8,8 @@ devices, D hidden, V vocabulary, T tokens per row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from planner.chunking import Chunks, ChunkWork, chunk_stages
@@ -95,7 +96,7 @@ def memory_use(
         state = (MASTER_BYTES + optimizer_state_bytes) * resident / hardware.num_devices
         device["resident_state"] = state  # made first and never freed: it leaves no holes
     device["runtime_reserve"] = hardware.device_reserve_bytes
-    host, pool = _host(chunks, strategy, hardware, optimizer_state_bytes)
+    host, pool = _host(workload, chunks, strategy, hardware, optimizer_state_bytes)
     if hardware.unified_memory:
         host["compute_devices"] = hardware.num_devices * sum(device.values())
     return MemoryUse(device=device, device_phase=phase, host=host, pinned_pool_bytes=pool)
@@ -335,7 +336,15 @@ class _Sizes:
         return 4.0 * arrays * owner.num_parameters
 
 
+def largest_neighbours(sizes: Sequence[float]) -> float:
+    """The largest sum of two consecutive sizes: what a checkpoint being saved or read holds."""
+    if len(sizes) == 1:
+        return sizes[0]
+    return max(one + other for one, other in itertools.pairwise(sizes))
+
+
 def _host(
+    workload: Workload,
     chunks: Chunks,
     strategy: Strategy,
     hardware: HardwareProfile,
@@ -343,7 +352,8 @@ def _host(
 ) -> tuple[dict[str, float], float]:
     """Host categories and the size of the page-locked pool.
 
-    State that stays on the devices passes through host memory when it is loaded, a chunk at a time.
+    State that stays on the devices passes through host memory when it is loaded, a chunk at a time;
+    all state passes through it once more when it is saved.
     """
     copies = hardware.num_devices if strategy.gradient_route == "host_sum" else 1
     shards = hardware.num_devices if strategy.gradient_route == "reduce_scatter" else 1
@@ -357,11 +367,12 @@ def _host(
     pool = gradients if hardware.unified_memory else float(sum(pool_regions(requests)))
     padded = chunks.padded_parameters - resident_parameters(chunks, strategy)
     passing = chunks.all[: strategy.resident_chunks]
-    largest = max((chunk.padded_parameters for chunk in passing), default=0)
+    loading = max((chunk.padded_parameters for chunk in passing), default=0)
+    saving = largest_neighbours([stage.num_parameters for stage in workload.stages])
     return {
         "master_weights": float(MASTER_BYTES * padded),
         "optimizer_state": float(optimizer_state_bytes * padded),
-        "state_in_passing": float((MASTER_BYTES + optimizer_state_bytes) * largest),
+        "state_in_passing": float((MASTER_BYTES + optimizer_state_bytes) * max(loading, saving)),
         "waiting_gradients": gradients,
         "pinned_pool_overhead": pool - gradients,
         "runtime_reserve": hardware.host_reserve_bytes,

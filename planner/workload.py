@@ -141,7 +141,12 @@ class Workload:
     @property
     def num_parameters(self) -> int:
         """All parameters, a tied matrix counted once."""
-        return sum(stage.num_parameters for stage in (self.embed, *self.layers, self.head))
+        return sum(stage.num_parameters for stage in self.stages)
+
+    @property
+    def stages(self) -> tuple[StageWork, ...]:
+        """All stages in forward order."""
+        return (self.embed, *self.layers, self.head)
 
     def model_flops_per_step(self, batch: BatchShape) -> float:
         """Operations of one step over all devices, without recomputation (the MFU numerator)."""

@@ -2,8 +2,9 @@
 
 A checkpoint is a folder `step_N` with one Orbax item per stage of the model (embedding, each layer,
 head) and `trainer.json`, written last. An item maps each parameter of its stage to its fp32 master
-and its optimizer state arrays, so a save needs extra memory for two stages only. Everything is
-written into a hidden sibling folder and renamed when complete: a folder named `step_N` is whole.
+and its optimizer state arrays. Stages are written, and read, side by side, as many as fit into the
+memory of two neighbouring ones. Everything is written into a hidden sibling folder and renamed when
+complete: a folder named `step_N` is whole.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import os
 import pathlib
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -23,12 +24,17 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from models.streamed import Stage
+from planner.memory import largest_neighbours
+from slidedp_jax.bounded_work import side_by_side
 from slidedp_jax.errors import UserError
 from slidedp_jax.host_store import HostStore
 from slidedp_jax.stage_arrays import (
     MASTER,
-    ahead,
-    read_stages,
+    Checksums,
+    array_specs,
+    checksums,
+    read_stage,
+    stage_bytes,
     state_key,
     verify,
     write_stage,
@@ -36,6 +42,13 @@ from slidedp_jax.stage_arrays import (
 from slidedp_jax.trainer import Trainer
 
 FORMAT = 2
+STAGES_AT_ONCE = 4
+"""Each is one stream of bytes to or from the disk."""
+THREADS = 8
+"""That copy parameters and add up their checksums, for all stages at once."""
+BYTES_PER_FILE_CHUNK = 1 << 26
+"""Larger arrays are cut: in one piece they take twice the time and, when read, twice the memory."""
+
 _KEYS = {
     "format",
     "step",
@@ -83,15 +96,14 @@ def save(trainer: Trainer, folder: pathlib.Path, extra: Mapping[str, Any]) -> pa
     unfinished = folder / f".{target.name}.partial"
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    checkpointer = _checkpointer()
     sums: dict[str, Any] = {}
-    for stage, arrays, of_stage in read_stages(trainer.store, trainer.model.stages()):
-        item = (unfinished / _item(stage)).absolute()
-        try:
-            checkpointer.save(item, args=ocp.args.PyTreeSave(arrays))
-        except (ValueError, RuntimeError) as error:  # TensorStore's, with the system's words inside
-            raise OSError(f"{item} cannot be written: {error}") from None
-        sums |= of_stage
+    with ThreadPoolExecutor(THREADS) as threads:
+
+        def save_stage(stage: Stage) -> Checksums:
+            return _save_stage(trainer.store, unfinished, stage, threads)
+
+        for of_stage in _stage_by_stage(save_stage, trainer):
+            sums |= of_stage
     record = {
         "format": FORMAT,
         "step": trainer.step_count,
@@ -123,8 +135,14 @@ def restore(trainer: Trainer, checkpoint: pathlib.Path) -> Restored:
     for item in (checkpoint / _item(stage) for stage in stages):
         if not item.is_dir():
             raise UserError(f"{checkpoint} has no {item.name}: it is of another model or damaged")
-    for _, arrays in ahead(partial(_load_stage, trainer.store, checkpoint, record), stages):
-        write_stage(trainer.store, arrays)
+    with ThreadPoolExecutor(THREADS) as threads:
+
+        def restore_stage(stage: Stage) -> None:
+            arrays = _load_stage(trainer.store, checkpoint, record, stage, threads)
+            write_stage(trainer.store, arrays, threads)
+
+        for _ in _stage_by_stage(restore_stage, trainer):
+            pass
     shared = [_from_json(leaf) for leaf in record["shared_optimizer_state"]]
     trainer.resume_at(record["step"], shared)
     return Restored(step=record["step"], extra=record["extra"])
@@ -186,7 +204,8 @@ def read_parameter_arrays(
     item = (checkpoint / _item(stage)).absolute()
     tree = _checkpointer().restore(item)
     try:
-        verify(tree, read_record(checkpoint).get("checksums"))
+        with ThreadPoolExecutor(THREADS) as threads:
+            verify(tree, read_record(checkpoint).get("checksums"), threads)
     except ValueError as error:
         raise UserError(f"{item} is damaged: {error}") from None
 
@@ -228,8 +247,44 @@ def _check_state_kinds(
             )
 
 
+def _stage_by_stage(work: Callable[[Stage], Any], trainer: Trainer) -> Iterator[Any]:
+    """`work` on every stage, several at once: results as they come."""
+    stages = trainer.model.stages()
+    sizes = [stage_bytes(trainer.store, stage) for stage in stages]
+    return side_by_side(
+        lambda sized: work(sized[0]),
+        zip(stages, sizes, strict=True),
+        cost=lambda sized: sized[1],
+        limit=largest_neighbours(sizes),
+        workers=STAGES_AT_ONCE,
+    )
+
+
+def _save_stage(
+    store: HostStore, folder: pathlib.Path, stage: Stage, threads: Executor
+) -> Checksums:
+    """Write one item; returns its checksums.
+
+    Raises:
+      OSError: the file system refuses.
+    """
+    item = (folder / _item(stage)).absolute()
+    arrays = read_stage(store, stage, threads)
+    sums = checksums(arrays, threads)
+    cut = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=BYTES_PER_FILE_CHUNK), arrays)
+    try:
+        _checkpointer().save(item, args=ocp.args.PyTreeSave(arrays, save_args=cut))
+    except (ValueError, RuntimeError) as error:  # TensorStore's, with the system's words inside
+        raise OSError(f"{item} cannot be written: {error}") from None
+    return sums
+
+
 def _load_stage(
-    store: HostStore, checkpoint: pathlib.Path, record: Mapping[str, Any], stage: Stage
+    store: HostStore,
+    checkpoint: pathlib.Path,
+    record: Mapping[str, Any],
+    stage: Stage,
+    threads: Executor,
 ) -> Any:
     """Arrays of a stage, in the shapes and dtypes of the state.
 
@@ -237,11 +292,7 @@ def _load_stage(
       UserError: they are not there, not whole, or others.
     """
     item = (checkpoint / _item(stage)).absolute()
-    wanted = {
-        name: {MASTER: jax.ShapeDtypeStruct(store.shapes[name], np.dtype(np.float32))}
-        | {state_key(number): spec for number, spec in enumerate(store.state_specs(name))}
-        for name in stage.parameter_names()
-    }
+    wanted = {name: array_specs(store, name) for name in stage.parameter_names()}
     as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), wanted)
     try:
         tree = _checkpointer().restore(
@@ -252,7 +303,7 @@ def _load_stage(
                 found = tree[name][key]
                 if found.shape != spec.shape:
                     raise ValueError(f"{key} of {name} has shape {found.shape}, not {spec.shape}")
-        verify(tree, record.get("checksums"))
+        verify(tree, record.get("checksums"), threads)
         return tree
     except (ValueError, KeyError, OSError, RuntimeError) as error:
         raise UserError(

@@ -1,13 +1,15 @@
-"""Stages are read ahead of their use, completely, and errors come through."""
+"""Checkpoints hold every stage completely, and damage to one is noticed."""
 
 import copy
+import dataclasses
 import struct
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import optax
 import pytest
 from streamed_training import small_config, strategy, trainer
 
+from slidedp_jax import checkpoint
 from slidedp_jax.checkpoint import (
     list_steps,
     read_parameter_arrays,
@@ -16,58 +18,32 @@ from slidedp_jax.checkpoint import (
     save,
 )
 from slidedp_jax.errors import UserError
-from slidedp_jax.stage_arrays import MASTER, ahead, read_stages, state_key, verify
-
-
-def test_the_next_is_made_while_one_is_used():
-    """Each side waits for the other: neither may run to its end before the other begins."""
-    made, used = [], []
-    first_is_used, second_is_made = threading.Event(), threading.Event()
-
-    def make(item):
-        if item == 1:
-            assert first_is_used.wait(10)
-        made.append(item)
-        if item == 1:
-            second_is_made.set()
-        return item * 10
-
-    for item, value in ahead(make, range(4)):
-        if item == 0:
-            first_is_used.set()
-            assert second_is_made.wait(10)
-        assert len(made) <= len(used) + 3
-        used.append((item, value))
-    assert used == [(0, 0), (1, 10), (2, 20), (3, 30)]
-
-
-def test_nothing_ahead_of_nothing():
-    assert list(ahead(str, [])) == []
-
-
-def test_errors_of_either_side_come_through():
-    def make(item):
-        if item == 2:
-            raise OSError("no more")
-        return item
-
-    seen = []
-    with pytest.raises(OSError, match="no more"):
-        seen.extend(item for item, _ in ahead(make, range(5)))
-    with pytest.raises(KeyError):
-        for _ in ahead(make, range(2)):
-            raise KeyError("from the caller")
+from slidedp_jax.stage_arrays import (
+    MASTER,
+    checksums,
+    read_stage,
+    stage_bytes,
+    state_key,
+    verify,
+)
 
 
 def test_stages_hold_all_parameters_and_their_state_uncopied():
     config = small_config(tied=True, layers=3)
-    with trainer(config, optax.adamw(1e-3), strategy(), num_devices=1) as it:
+    with (
+        trainer(config, optax.adamw(1e-3), strategy(), num_devices=1) as it,
+        ThreadPoolExecutor(3) as threads,
+    ):
         seen = {}
-        stages = it.model.stages()
-        for stage, arrays, sums in read_stages(it.store, stages):
+        for stage in it.model.stages():
+            arrays = read_stage(it.store, stage, threads)
+            sums = checksums(arrays, threads)
             assert list(arrays) == list(sums) == list(stage.parameter_names())
-            verify(arrays, sums)
-            verify(arrays, None)
+            assert stage_bytes(it.store, stage) == sum(
+                array.nbytes for of_name in arrays.values() for array in of_name.values()
+            )
+            verify(arrays, sums, threads)
+            verify(arrays, None, threads)
             seen |= arrays
         assert set(seen) == set(it.store.parameter_names)
         for name, arrays in seen.items():
@@ -76,6 +52,27 @@ def test_stages_hold_all_parameters_and_their_state_uncopied():
             assert arrays[state_key(1)].shape == it.store.shapes[name]
             # What Orbax does before it writes: with arrays of this size, half the time of a save.
             assert copy.deepcopy(arrays[MASTER]) is arrays[MASTER]
+
+
+@pytest.mark.parametrize("shape", [(300, 64), (307, 61)])
+def test_large_arrays_are_cut_and_come_back(shape, tmp_path, monkeypatch):
+    """Also where no size but 1 divides a dimension."""
+    monkeypatch.setattr(checkpoint, "BYTES_PER_FILE_CHUNK", 4096)
+    config = dataclasses.replace(
+        small_config(tied=True, layers=1), vocab_size=shape[0], intermediate_size=shape[1]
+    )
+
+    def start(seed):
+        return trainer(config, optax.adamw(1e-3), strategy(), num_devices=1, seed=seed)
+
+    with start(1) as it:
+        save(it, tmp_path, {})
+        saved = it.parameters()
+    (folder,) = list_steps(tmp_path)
+    with start(2) as it:
+        restore(it, folder)
+        restored = it.parameters()
+    assert all(restored[name].tobytes() == saved[name].tobytes() for name in saved)
 
 
 def test_changed_values_in_a_checkpoint_are_noticed(tmp_path):
