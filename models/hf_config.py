@@ -92,9 +92,11 @@ def read_config(folder: Path) -> ModelConfig:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file, with errors that name the file."""
     if not path.is_file():
+        exported = path.parent / "export"
+        hint = f" There is a model in {exported}." if (exported / path.name).is_file() else ""
         raise FileNotFoundError(
             f"{path} does not exist. A model folder holds config.json, model.safetensors (or "
-            f"shards and an index) and the tokenizer's files."
+            f"shards and an index) and the tokenizer's files.{hint}"
         )
     try:
         value = json.loads(path.read_text(encoding="utf-8"))

@@ -137,7 +137,7 @@ def _by_loss_chunk(strategy: Strategy, tokens: int, choice: int | None) -> Itera
 def _chunk_sizes(num_layers: int, choice: int | None) -> list[int]:
     """The smallest chunk size for each number of chunks: others only shift layers to the end."""
     if choice is not None:
-        return [min(choice, num_layers)]
+        return [choice]
     return sorted({-(-num_layers // num_chunks) for num_chunks in range(1, num_layers + 1)})
 
 

@@ -251,6 +251,9 @@ def _check_request(
         value = getattr(choices, name)
         if isinstance(value, int) and value < 1:
             problems.append(f"{name} is {value}; it must be at least 1")
+    layers, wanted = len(job.workload.layers), choices.layers_per_chunk
+    if wanted is not None and wanted > layers:
+        problems.append(f"layers_per_chunk is {wanted}; the model has {layers} layers")
     rows = choices.rows_per_microbatch
     per_device = -(-batch.num_rows // hardware.num_devices)
     if rows is not None and rows > per_device:

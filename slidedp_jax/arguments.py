@@ -101,6 +101,9 @@ class TrainArguments:
     host_memory_budget: float | None = _setting("devices", "GiB of host memory", None)
     layers_per_chunk: int | None = _setting("devices", "planned by default", None)
     rows_per_microbatch: int | None = _setting("devices", "planned by default", None)
+    loss_chunk_tokens: int | None = _setting(
+        "devices", "tokens whose logits exist at once; planned by default", None
+    )
     keep_activations: bool | None = _setting(
         "devices", "recompute only layers whose results do not fit; null: on GPUs", None
     )

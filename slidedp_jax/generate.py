@@ -288,6 +288,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _complete(args: argparse.Namespace) -> list[str]:
+    from models.hf_config import read_config
     from models.hf_hub import resolve_model_folder
     from slidedp_jax.data import load_tokenizer
     from slidedp_jax.process import configure
@@ -299,6 +300,7 @@ def _complete(args: argparse.Namespace) -> list[str]:
         num_host_devices=args.num_host_devices,
     )
     folder = resolve_model_folder(args.model_name_or_path)
+    read_config(folder)  # says more than the tokenizer does where there is no model
     tokenizer = load_tokenizer(folder)
     prompts = [encode_prompt(tokenizer, text, chat=args.chat) for text in args.prompt]
     with open_trainer(folder, dtype=args.dtype, num_devices=args.num_devices) as trainer:

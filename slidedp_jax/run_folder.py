@@ -30,6 +30,7 @@ _MAY_CHANGE = frozenset(
         "compilation_cache",
         "layers_per_chunk",
         "rows_per_microbatch",
+        "loss_chunk_tokens",
         "weight_route",
         "gradient_route",
         "hardware",

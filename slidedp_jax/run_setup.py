@@ -7,6 +7,7 @@ import math
 import pathlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from models.config import ModelConfig
 from models.hf_config import read_config
@@ -160,6 +161,7 @@ def make_plan(args: TrainArguments, inputs: RunInputs, num_devices: int) -> Plan
     choices = Choices(
         layers_per_chunk=args.layers_per_chunk,
         rows_per_microbatch=args.rows_per_microbatch,
+        loss_chunk_tokens=args.loss_chunk_tokens,
         weight_route=args.weight_route,
         gradient_route=args.gradient_route,
     )
@@ -253,6 +255,24 @@ def setting_notes(inputs: RunInputs, args: TrainArguments) -> list[str]:
         notes.append(
             f"warmup_steps is {args.warmup_steps} of {inputs.num_steps} steps: the peak learning "
             "rate is never reached"
+        )
+    return notes
+
+
+def resume_notes(before: Mapping[str, Any], args: TrainArguments, inputs: RunInputs) -> list[str]:
+    """What differs from the run that saved a checkpoint, and matters; `before` is its `extra`."""
+    notes = []
+    rows, now = before.get("rows_per_step"), inputs.source.rows_per_step
+    if rows not in (None, now):
+        notes.append(
+            f"steps have {now} rows now, {rows} before: devices, batch size or accumulation have "
+            "changed"
+        )
+    steps = before.get("num_steps")
+    if steps not in (None, inputs.num_steps) and args.lr_scheduler_type != "constant":
+        notes.append(
+            f"the learning rate follows lr_scheduler_type {args.lr_scheduler_type} over "
+            f"{inputs.num_steps} steps now, {steps} before: it jumps here"
         )
     return notes
 

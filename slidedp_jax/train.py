@@ -163,6 +163,7 @@ class _Run:
 
     def _run(self, trainer: Any, resume: Any) -> int:
         from slidedp_jax.checkpoint import restore
+        from slidedp_jax.run_setup import resume_notes
 
         first_step = 0
         if resume is not None:
@@ -172,15 +173,12 @@ class _Run:
             self._skipped = restored.extra["skipped_steps"]
             first_step = restored.step
             print(f"resuming from {resume} at step {first_step}")
-            before, now = restored.extra.get("rows_per_step"), self._inputs.source.rows_per_step
-            if before not in (None, now):
-                print(
-                    f"note: steps have {now} rows now, {before} before: devices, batch size or "
-                    "accumulation have changed"
-                )
+            for note in resume_notes(restored.extra, self._args, self._inputs):
+                print(f"note: {note}")
         self._folder.write_record(self._record(trainer))
         if first_step >= self._inputs.num_steps:
-            print(f"already complete: {first_step} of {self._inputs.num_steps} steps are done")
+            asked = self._inputs.num_steps
+            print(f"already complete: {first_step} steps are done, {asked} are asked for")
             return self._finish(trainer, complete=True)
         self._folder.drop_metrics_after(first_step)
         if first_step == 0:
@@ -327,6 +325,7 @@ class _Run:
         extra = {
             "data": self._inputs.source.state(),
             "rows_per_step": self._inputs.source.rows_per_step,
+            "num_steps": self._inputs.num_steps,
             "tokens_seen": self._tokens_seen,
             "skipped_steps": self._skipped,
             "seed": self._args.seed,

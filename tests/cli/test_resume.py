@@ -1,5 +1,6 @@
 """Stopping, killing and resuming the command against one run that was left alone."""
 
+import json
 import shutil
 import signal
 
@@ -117,6 +118,18 @@ def test_another_batch_size_is_pointed_out(inputs, straight, tmp_path, capsys):
     assert len(metrics(out)[-1]["row_ids"]) == 48
 
 
+def test_a_longer_run_says_that_the_learning_rate_jumps_and_may_be_cut_otherwise(
+    inputs, tmp_path, capsys
+):
+    out = tmp_path / "run"
+    inputs.train(out, max_steps=1, lr_scheduler_type="cosine", save_at_end=True)
+    inputs.train(out, max_steps=2, lr_scheduler_type="cosine", loss_chunk_tokens=17)
+    assert "cosine over 2 steps now, 1 before: it jumps here" in capsys.readouterr().out
+    record = json.loads((out / "run.json").read_text())
+    assert record["plan"]["chosen"]["strategy"]["loss_chunk_tokens"] == 17
+    assert len(losses(out)) == 2
+
+
 def test_state_restored_into_other_chunks_is_bitwise(inputs, straight, tmp_path):
     saved = straight / "checkpoints" / "step_00000006"
     for num_devices, layers_per_chunk in ((1, 3), (2, 2)):
@@ -166,7 +179,9 @@ def test_the_final_step_is_saved_once_and_a_rerun_changes_nothing(
     before = tree_of(out)
     capsys.readouterr()
     inputs.train(out, **settings)
-    assert "already complete" in capsys.readouterr().out
+    assert (
+        f"already complete: {max_steps} steps are done, {max_steps} are" in capsys.readouterr().out
+    )
     after = tree_of(out)
     assert before.keys() == after.keys()
     assert [name for name in before if before[name] != after[name] and name != "run.json"] == []

@@ -213,7 +213,16 @@ def test_what_is_not_supported_is_refused_by_name(raw, message):
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"config\.json does not exist"):
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "config.json").write_text("{}")
+    with pytest.raises(
+        FileNotFoundError, match=r"config\.json does not exist.*model in .*export\."
+    ):
+        read_config(tmp_path)
+    (tmp_path / "export" / "config.json").unlink()
+    with pytest.raises(
+        FileNotFoundError, match=r"config\.json does not exist.*tokenizer's files\.$"
+    ):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text("{broken")
     with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):

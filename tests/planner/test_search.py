@@ -169,7 +169,9 @@ def test_contradictions_are_reported_together():
             QWEN3_4B,
             BatchShape(num_rows=4, seq_length=128),
             named_hardware("h200", num_devices=2),
-            choices=Choices(rows_per_microbatch=3, num_host_devices=5, prefetch_depth=0),
+            choices=Choices(
+                rows_per_microbatch=3, num_host_devices=5, prefetch_depth=0, layers_per_chunk=37
+            ),
             device_budget_bytes=200 * GIB,
         )
     message = str(caught.value)
@@ -177,6 +179,7 @@ def test_contradictions_are_reported_together():
         "rows_per_microbatch is 3",
         "num_host_devices is 5",
         "prefetch_depth is 0",
+        "layers_per_chunk is 37; the model has 36 layers",
         "the device memory budget is 200.00 GiB; h200 has 139.00 GiB",
     ):
         assert part in message
