@@ -115,7 +115,8 @@ def device_phases(
     - `embedding`: embedding weights as copied and unpacked, first layer chunk arriving.
     - `forward`: the last layer chunk runs forward; every chunk's input is kept.
     - `loss`: logits and the head's gradient, the layer window still there.
-    - `backward`: the last layer chunk runs backward; nothing has been freed yet.
+    - `backward`: the last layer chunk runs backward; nothing has been freed yet, and several
+      devices sum the head's gradient (in general, that of the chunk above) meanwhile.
     - `pack`: that chunk's gradient is packed, summed over devices in fp32 and rounded.
     - `first_backward`: the first layer chunk runs backward, beside gradients of resident chunks.
     - `embedding_backward`: the embedding's gradient (always fp32), the other gradients leaving.
@@ -171,13 +172,15 @@ def _backward_phases(sizes: _Sizes) -> dict[str, dict[str, float]]:
     tied_gradient = embedding_sum if sizes.tied else {}
     layer_wire = sizes.wire(sizes.largest_layer)
     leaving = max(layer_wire, 0.0 if sizes.tied else sizes.wire(chunks.head))
+    summed_layer = sizes.summed_beside(sizes.largest_layer)
+    summed = max(summed_layer, 0.0 if sizes.tied else sizes.summed_beside(chunks.head))
     return {
         "backward": {
             "layer_weights": sizes.window,
             "boundary_activations": (inputs + 1) * sizes.boundary + sizes.boundary_microbatch,
             "recompute_residuals": sizes.residuals,
             "layer_workspace": sizes.per_microbatch("backward_workspace_elements"),
-            "layer_gradients": sizes.gradient(sizes.largest_layer) + leaving,
+            "layer_gradients": sizes.gradient(sizes.largest_layer) + leaving + summed,
             **tied_gradient,
             **sizes.kept,
             "batch_arrays": sizes.batch_arrays,
@@ -195,7 +198,7 @@ def _backward_phases(sizes: _Sizes) -> dict[str, dict[str, float]]:
             "boundary_activations": 2 * sizes.boundary + sizes.boundary_microbatch,
             "recompute_residuals": sizes.residuals,
             "layer_workspace": sizes.per_microbatch("backward_workspace_elements"),
-            "layer_gradients": sizes.gradient(sizes.largest_layer) + layer_wire,
+            "layer_gradients": sizes.gradient(sizes.largest_layer) + layer_wire + summed_layer,
             **tied_gradient,
             **sizes.kept_of_first,
             "batch_arrays": sizes.batch_arrays,
@@ -284,6 +287,10 @@ class _Sizes:
         return float(
             accumulated * chunk.num_parameters + (accumulated + widened) * chunk.padded_parameters
         )
+
+    def summed_beside(self, chunk: ChunkWork) -> float:
+        """The same of a chunk whose gradient is summed while the one below runs backward."""
+        return self.packing(chunk) if self._scatters and self._num_devices > 1 else 0.0
 
     def per_microbatch(self, attribute: str) -> float:
         """The largest layer's elements of one kind for the tokens of one microbatch."""

@@ -57,7 +57,8 @@ def time_layer(
 
 
 def our_programs(bench: Bench) -> tuple[Any, Any]:
-    return bench.programs.forward(bench.layer_fns), bench.programs.backward(bench.layer_fns, False)
+    backward = bench.programs.backward((bench.layer_fns, False), kept=False)
+    return bench.programs.forward(bench.layer_fns), backward
 
 
 def programs_of(bench: Bench, function: Any, *, mapped: bool = True) -> tuple[Any, Any]:

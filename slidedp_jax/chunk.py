@@ -174,6 +174,11 @@ class ChunkLayout:
     @cached_property
     def signature(self) -> tuple[Any, ...]:
         """Equal for chunks whose arrays look alike, whatever their names: a key for compilation."""
+        return (*self.structure, self.resident)
+
+    @cached_property
+    def structure(self) -> tuple[Any, ...]:
+        """The same, wherever the state lies."""
         parts = tuple(
             (
                 tuple((slot.shape, slot.offset) for slot in part.slots),
@@ -183,7 +188,7 @@ class ChunkLayout:
             )
             for part in self.parts
         )
-        return (parts, self.trees, self.leaf_parts, self.resident)
+        return (parts, self.trees, self.leaf_parts)
 
     def unpack(self, flats: Sequence[jax.Array]) -> tuple[Any, ...]:
         """One flat array per part -> one tree of parameters per stage; for use inside a trace."""

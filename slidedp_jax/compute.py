@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from models.streamed import Cache, CachedFn, StreamedModel
 from slidedp_jax.chunk import ChunkLayout, Trained
 from slidedp_jax.chunk_trace import LayerFns, accumulate, apply_layers, choose, merge
-from slidedp_jax.kept import KeptPrograms
+from slidedp_jax.kept import Body, KeptPrograms
 from slidedp_jax.routes import DATA_AXIS, GradientPath, ShardAllGather, WeightPath
 from slidedp_jax.split_float import join
 
@@ -65,8 +65,9 @@ class ComputePrograms:
         # Caches of this object, not of its class, which would keep every program for ever.
         self.forward = functools.cache(self._make_forward)
         self.cached_forward = functools.cache(self._make_cached_forward)
-        self.backward = functools.cache(self._make_backward)
         self.kept = functools.cache(functools.partial(KeptPrograms, self._map))
+        self._backward_bodies = functools.cache(self._make_backward_body)
+        self._backward: dict[Any, Callable[..., Any]] = {}
         self.head_backward = functools.cache(self._make_head_backward)
         self._unpack: dict[Any, Callable[..., Any]] = {}
         self._pack: dict[Any, Callable[..., Any]] = {}
@@ -115,19 +116,55 @@ class ComputePrograms:
 
         `trees` has no leaves for frozen parameters.
         """
-        program = self._pack.get(layout.signature)
+        program = self._pack.get(layout.structure)
         if program is None:
-
-            def body(trees: Any) -> tuple[tuple[jax.Array, ...], jax.Array]:
-                own = jax.tree.map(lambda leaf: leaf[0], trees)
-                dtype = jnp.result_type(*jax.tree.leaves(own))
-                sent = [self._gradients.to_wire(flat) for flat in layout.pack(own, dtype)]
-                wires, squares = zip(*sent, strict=True)
-                return wires, sum(squares[1:], start=squares[0])
-
+            body = functools.partial(self._packed, layout)
             program = self._map(body, (_ROWS,), (_ROWS, _ROWS))
-            self._pack[layout.signature] = program
+            self._pack[layout.structure] = program
         return program(trees)
+
+    def _packed(self, layout: ChunkLayout, trees: Any) -> tuple[tuple[jax.Array, ...], jax.Array]:
+        own = jax.tree.map(lambda leaf: leaf[0], trees)
+        dtype = jnp.result_type(*jax.tree.leaves(own))
+        sent = [self._gradients.to_wire(flat) for flat in layout.pack(own, dtype)]
+        wires, squares = zip(*sent, strict=True)
+        return wires, sum(squares[1:], start=squares[0])
+
+    def backward(
+        self, key: tuple[Any, ...], *, kept: bool, above: ChunkLayout | None = None
+    ) -> Callable[..., Any]:
+        """Backward of a chunk.
+
+        Args:
+          key: layer functions, whether gradients are summed in fp32 (several microbatches), which
+            leaves are trained (None: all), whether a chunk below needs the gradient of x.
+          kept: whether forward has kept what it would recompute.
+          above: another chunk, whose accumulated gradients are summed over the devices meanwhile.
+
+        Returns:
+          The program (trees, x before the chunk, [kept results,] dy, batch, sums or None) ->
+          (dx, sums), where sums are trees of [G, ...], each device's own gradients; with `above`,
+          (its gradients, the same arguments) -> (as `pack` returns them, (dx, sums)).
+        """
+        name = key, kept, None if above is None else above.structure
+        if name not in self._backward:
+            body = self.kept(*key).backward if kept else self._backward_bodies(*key)
+            if above is None:
+                program = self._map(body.function, body.inputs, (_ROWS, _ROWS), donate=body.donate)
+            else:
+                pack = functools.partial(self._packed, above)
+
+                def both(gradients: Any, *arguments: Any) -> Any:
+                    return pack(gradients), body.function(*arguments)
+
+                program = self._map(
+                    both,
+                    (_ROWS, *body.inputs),
+                    ((_ROWS, _ROWS), (_ROWS, _ROWS)),
+                    donate=[1 + number for number in body.donate],
+                )
+            self._backward[name] = program
+        return self._backward[name]
 
     def _make_forward(self, layer_fns: LayerFns) -> Callable[..., jax.Array]:
         """(trees per layer, x, batch) -> x after the chunk's layers."""
@@ -149,18 +186,17 @@ class ComputePrograms:
 
         return self._map(body, (_SAME, _ROWS, _ROWS, _ROWS), (_ROWS, _ROWS), donate=(3,))
 
-    def _make_backward(
+    def _make_backward_body(
         self,
         layer_fns: LayerFns,
         widen: bool,
         trained: Trained | None = None,
         needs_dx: bool = True,
-    ) -> Callable[..., Any]:
+    ) -> Body:
         """(trees, x before the chunk, dy, batch, sums or None) -> (dx, sums of gradients).
 
-        Recomputes the chunk. Sums are trees of [G, ...]: each device's own gradients, in fp32 with
-        `widen` (several microbatches), else in the compute dtype. Frozen leaves (`trained`; None:
-        all are trained) have none; without `needs_dx`, dx is None.
+        Recomputes the chunk. Sums are in fp32 with `widen`, else in the compute dtype. Frozen
+        leaves have none; without `needs_dx`, dx is None.
         """
 
         def body(trees: Any, x: jax.Array, dy: jax.Array, batch: Any, sums: Any) -> Any:
@@ -175,10 +211,9 @@ class ComputePrograms:
                 (gradients,), dx = jax.vjp(lambda t: forward(t, x), chosen)[1](dy), None
             return dx, accumulate(sums, gradients, widen)
 
-        return self._map(
-            body,
-            (_SAME, _ROWS, _ROWS, _ROWS, _ROWS),
-            (_ROWS, _ROWS),
+        return Body(
+            function=body,
+            inputs=(_SAME, _ROWS, _ROWS, _ROWS, _ROWS),
             donate=(2, 4) if needs_dx else (4,),
         )
 

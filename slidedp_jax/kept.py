@@ -8,6 +8,7 @@ batch are not kept twice: backward is given them again.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -21,6 +22,22 @@ _ROWS, _SAME = PartitionSpec(DATA_AXIS), PartitionSpec()
 
 Map = Callable[..., Callable[..., Any]]
 """`ComputePrograms._map`: (function, input specs, output specs, donate=()) -> compiled program."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Body:
+    """What a backward program does on one device.
+
+    Attributes:
+      function: (...) -> (dx, sums of gradients), both with rows split over the devices.
+      inputs: how each argument is split.
+      donate: arguments that are used up.
+    """
+
+    function: Callable[..., Any]
+    inputs: tuple[PartitionSpec, ...]
+    donate: tuple[int, ...]
+
 
 _FUSED_ATTENTION = "dot_product_attention_fwd"
 _products = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
@@ -39,7 +56,7 @@ class KeptPrograms:
     Attributes:
       forward: (trees per layer, x, batch) -> (x after the chunk, what is kept: arrays [G, ...]).
       backward: (trees, x before the chunk, kept, dy, batch, sums or None) -> (dx, sums), as
-        `ComputePrograms.backward` without its recomputation.
+        `ComputePrograms.backward` without its recomputation; to be compiled.
     """
 
     def __init__(
@@ -56,10 +73,9 @@ class KeptPrograms:
         self._needs_dx = needs_dx
         self._pullbacks: dict[Any, tuple[Any, list[int | None]]] = {}
         self.forward = map_rows(self._forward, (_SAME, _ROWS, _ROWS), (_ROWS, _ROWS))
-        self.backward = map_rows(
-            self._backward,
-            (_SAME, _ROWS, _ROWS, _ROWS, _ROWS, _ROWS),
-            (_ROWS, _ROWS),
+        self.backward = Body(
+            function=self._backward,
+            inputs=(_SAME, _ROWS, _ROWS, _ROWS, _ROWS, _ROWS),
             donate=(3, 5) if needs_dx else (5,),
         )
 

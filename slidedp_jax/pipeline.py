@@ -24,6 +24,9 @@ from slidedp_jax.trace import Tracer
 from slidedp_jax.weight_window import WeightSource
 
 DeviceBatch = Mapping[str, jax.Array]
+Unsent = tuple[int, Any]
+"""A chunk and its accumulated gradients, which are still to be packed and sent."""
+
 GradientSink = Callable[[int, Sequence[jax.Array]], None]
 """Takes a chunk and its gradient as the devices send it (`routes.GradientPath.to_wire`)."""
 
@@ -53,6 +56,7 @@ class Pipeline:
       prefetch_depth: chunks fetched ahead of the one in use.
       kept_chunks: top layer chunks whose weights and intermediate results stay on the device
         between forward and backward.
+      sums_beside: gradients are summed over the devices while the chunk below computes.
       tracer: takes note of what is issued.
     """
 
@@ -65,6 +69,7 @@ class Pipeline:
         programs: ComputePrograms,
         prefetch_depth: int,
         kept_chunks: int = 0,
+        sums_beside: bool = False,
         tracer: Tracer,
     ):
         self._layouts = layouts
@@ -72,6 +77,7 @@ class Pipeline:
         self._tied = tied
         self._programs = programs
         self._depth = prefetch_depth
+        self._sums_beside = sums_beside
         self._tracer = tracer
         self._head = len(layouts) - 1
         self._lowest = next(i for i, layout in enumerate(layouts) if layout.trained_parts)
@@ -105,7 +111,7 @@ class Pipeline:
             weights.release(0)
         del embed
         head_sums, embed_sums = sums
-        pending = self._send(self._head, (head_sums,), squares, sink)
+        pending, unsent = self._send_or_keep(self._head, (head_sums,), squares, sink)
         del head_sums, sums
         above = self._head
         for chunk in range(self._head - 1, self._last_layers - 1, -1):
@@ -114,25 +120,29 @@ class Pipeline:
                 trees = weights.take(chunk)
             last_trees = None
             self._prefetch(weights, self._fetched_below(chunk))
-            dxs, chunk_sums = self._chunk_backward(
-                chunk, trees, boundaries.pop(), residuals, dxs, microbatches
+            dxs, chunk_sums, packed = self._chunk_backward(
+                chunk, trees, boundaries.pop(), residuals, dxs, microbatches, unsent
             )
             del trees, residuals
-            wire = self._send(chunk, chunk_sums, squares, sink)
-            del chunk_sums
+            end = None
+            if unsent is not None:
+                end = self._sent(unsent[0], packed, squares, sink)
+            last_end, unsent = self._send_or_keep(chunk, chunk_sums, squares, sink)
+            end = end if last_end is None else last_end
+            del chunk_sums, packed
             # Back-pressure: the chunk above is done, so its weights and gradients are free.
             jax.block_until_ready(losses if pending is None else pending)
             self._release_after_backward(weights, above)
-            pending, above = wire, chunk
-            if wire is None:
-                # Nothing of a frozen chunk but dxs marks its end, and the next program takes those.
+            pending, above = end, chunk
+            if end is None:
+                # Nothing but dxs marks the end of this chunk, and the next program takes those.
                 jax.block_until_ready(dxs)
         if self._lowest == 0:
             embed_sums = self._embed_pass(weights, dxs, microbatches, embed_sums)
         jax.block_until_ready(losses if pending is None else pending)
         self._release_after_backward(weights, above)
         if self._lowest == 0:
-            self._send(0, (embed_sums,), squares, sink)
+            self._send_or_keep(0, (embed_sums,), squares, sink)
         return StepOutputs(losses=losses, squares=[part for part in squares if part is not None])
 
     def losses(self, weights: WeightSource, microbatches: Sequence[DeviceBatch]) -> list[jax.Array]:
@@ -301,20 +311,29 @@ class Pipeline:
         residuals: list[Any] | None,
         dxs: list[jax.Array],
         microbatches: Sequence[DeviceBatch],
-    ) -> tuple[list[jax.Array], Any]:
+        unsent: Unsent | None,
+    ) -> tuple[list[jax.Array], Any, Any]:
+        """Gradients by the chunk's inputs, of its weights, and what packing `unsent` gave.
+
+        The first microbatch's program does the latter, so that the devices exchange another chunk's
+        gradients while they compute.
+        """
         key = self._backward_key(chunk, len(microbatches))
-        out, sums = [], None
+        out, sums, packed = [], None, None
         with self._tracer.span("compute", f"backward {self._layouts[chunk].name}"):
             for x, dx, batch in zip(xs, dxs, microbatches, strict=True):
-                own = self._of_chunk(chunk, batch)
-                if residuals is None:
-                    below, sums = self._programs.backward(*key)(trees, x, dx, own, sums)
+                kept = () if residuals is None else (residuals.pop(0),)
+                arguments = trees, x, *kept, dx, self._of_chunk(chunk, batch), sums
+                if unsent is None:
+                    program = self._programs.backward(key, kept=bool(kept))
+                    below, sums = program(*arguments)
                 else:
-                    below, sums = self._programs.kept(*key).backward(
-                        trees, x, residuals.pop(0), dx, own, sums
-                    )
+                    above = self._layouts[unsent[0]]
+                    program = self._programs.backward(key, kept=bool(kept), above=above)
+                    packed, (below, sums) = program(unsent[1], *arguments)
+                    unsent = None
                 out.append(below)
-        return out, sums
+        return out, sums, packed
 
     def _of_chunk(self, chunk: int, batch: DeviceBatch) -> DeviceBatch:
         """The batch with the index of the chunk's first layer, where random numbers are drawn."""
@@ -346,20 +365,30 @@ class Pipeline:
             weights.release(0)
         return sums
 
-    def _send(
+    def _send_or_keep(
         self, chunk: int, sums: Any, squares: list[jax.Array | None], sink: GradientSink
-    ) -> jax.Array | None:
-        """Pack a chunk's gradients, start their copy to the host; returns what marks their end.
+    ) -> tuple[jax.Array | None, Unsent | None]:
+        """Pack and send a chunk's gradients, or leave that to the next chunk's program.
 
-        A frozen chunk has none: None.
+        Returns:
+          What marks the end of packing, and what is left to do; of a frozen chunk, None and None.
         """
         layout = self._layouts[chunk]
         if not layout.trained_parts:
-            return None
-        with self._tracer.span("d2h", f"download {layout.name}"):
-            wires, squares[chunk] = self._programs.pack(layout, sums)
+            return None, None
+        if self._sums_beside and chunk > self._last_layers:
+            return None, (chunk, sums)
+        return self._sent(chunk, self._programs.pack(layout, sums), squares, sink), None
+
+    def _sent(
+        self, chunk: int, packed: Any, squares: list[jax.Array | None], sink: GradientSink
+    ) -> jax.Array:
+        """Start the copy of packed gradients to the host; returns what marks their end."""
+        wires, end = packed
+        squares[chunk] = end
+        with self._tracer.span("d2h", f"download {self._layouts[chunk].name}"):
             sink(chunk, wires)
-        return squares[chunk]
+        return end
 
     def _prefetch(self, weights: WeightSource, order: Sequence[int]) -> None:
         """Start the next copies, as deep as allowed; stop at the first that would have to wait."""

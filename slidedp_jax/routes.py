@@ -110,6 +110,7 @@ class GradientPath:
         if route not in ("reduce_scatter", "host_sum"):
             raise ValueError(f"gradient_route={route!r}; allowed: 'reduce_scatter', 'host_sum'")
         self.sums_on_host = route == "host_sum" and mesh.size > 1
+        self.sums_on_devices = route == "reduce_scatter" and mesh.size > 1
         self.wire_dtype = wire_dtype
         self._mesh = mesh
         self._host_sharding = host_sharding
@@ -121,7 +122,7 @@ class GradientPath:
         """
         if self.sums_on_host:
             return gradient.astype(self.wire_dtype), jnp.zeros(1, jnp.float32)
-        if self._mesh.size > 1:
+        if self.sums_on_devices:
             gradient = self._sum_scattered(gradient)
         wire = gradient.astype(self.wire_dtype)
         return wire, jnp.sum(jnp.square(wire.astype(jnp.float32)))[None]

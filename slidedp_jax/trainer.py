@@ -186,6 +186,7 @@ class Trainer:
             programs=self._programs,
             prefetch_depth=strategy.prefetch_depth,
             kept_chunks=strategy.kept_chunks,
+            sums_beside=self._gradients.sums_on_devices,
             tracer=self._tracer,
         )
 
