@@ -95,7 +95,8 @@ def test_device_phases_by_hand_tied_on_two_devices():
         "boundary_activations": 3 * boundary + boundary / 2,
         "recompute_residuals": 32 * 2 * (7 + 7),
         "layer_workspace": 32 * 2 * 5,
-        "layer_gradients": 66 * (4 + 2) + 2 * 72 / 2,  # fp32 sum, bf16 summand; one leaving
+        # fp32 sum, bf16 summand; one leaving; trees of the chunk above and packed, being summed.
+        "layer_gradients": 66 * (4 + 2) + 2 * 72 / 2 + 66 * 4 + 72 * 4,
         "embedding_gradient_sum": 4 * 40,
         "batch_arrays": batch_arrays,
     }

@@ -1,13 +1,19 @@
 """How gradients of several devices are added up before they are sent."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import Mesh, PartitionSpec
+from plain_training import random_batch
+from streamed_training import small_config, strategy, trainer
 
 from slidedp_jax.process import current_setup
 from slidedp_jax.routes import DATA_AXIS, GradientPath
+from slidedp_jax.trace import Tracer
 
 SIZE = 8 * 3 * 16
 
@@ -55,3 +61,45 @@ def test_what_is_rounded_already_travels_in_half_the_bytes():
     assert collectives(jnp.bfloat16) == (True, False)
     assert collectives(jnp.float32) == (False, True)
     assert collectives(jnp.float32, jnp.float32) == (False, True)
+
+
+class Order(Tracer):
+    """The order in which backward passes and copies of gradients are issued."""
+
+    def __init__(self):
+        self.names = []
+
+    @contextlib.contextmanager
+    def span(self, lane, name):
+        if name.startswith(("backward", "download")):
+            self.names.append(name)
+        yield
+
+
+@pytest.mark.parametrize("kept_chunks", [0, 2])
+@pytest.mark.parametrize(
+    ("num_devices", "gradient_route", "beside"),
+    [(2, "reduce_scatter", True), (2, "host_sum", False), (1, "reduce_scatter", False)],
+)
+def test_devices_sum_a_gradient_in_the_program_of_the_chunk_below(
+    num_devices, gradient_route, beside, kept_chunks
+):
+    order, config = Order(), small_config(layers=3)
+    plan = strategy(
+        rows_per_microbatch=1,
+        num_microbatches=2,
+        gradient_route=gradient_route,
+        kept_chunks=kept_chunks,
+    )
+    options = {"num_devices": num_devices, "tracer": order}
+    with trainer(config, optax.sgd(1e-2), plan, **options) as it:
+        it.step(random_batch(config, 2 * num_devices, 8, packed=False))
+        down = [f"download {layout.name}" for layout in reversed(it.store.layouts)]
+        back = [f"backward {layout.name}" for layout in reversed(it.store.layouts[1:-1])]
+    embed = ["backward embed", down[-1]]
+    if beside:
+        pairs = zip(back, down, strict=False)  # each download is of the chunk above
+        assert order.names == [name for pair in pairs for name in pair] + [down[-2], *embed]
+    else:
+        pairs = zip(back, down[1:], strict=False)
+        assert order.names == [down[0], *(name for pair in pairs for name in pair), *embed]
