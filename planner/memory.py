@@ -344,7 +344,7 @@ class _Sizes:
 
 
 def largest_neighbours(sizes: Sequence[float]) -> float:
-    """The largest sum of two consecutive sizes: what a checkpoint being saved or read holds."""
+    """The largest sum of two consecutive sizes: what a checkpoint being saved holds."""
     if len(sizes) == 1:
         return sizes[0]
     return max(one + other for one, other in itertools.pairwise(sizes))
@@ -359,8 +359,8 @@ def _host(
 ) -> tuple[dict[str, float], float]:
     """Host categories and the size of the page-locked pool.
 
-    State that stays on the devices passes through host memory when it is loaded, a chunk at a time;
-    all state passes through it once more when it is saved.
+    All state passes through host memory when it is saved, as much as two neighbouring stages at a
+    time; what stays on the devices also when it is read.
     """
     copies = hardware.num_devices if strategy.gradient_route == "host_sum" else 1
     shards = hardware.num_devices if strategy.gradient_route == "reduce_scatter" else 1
@@ -374,12 +374,17 @@ def _host(
     pool = gradients if hardware.unified_memory else float(sum(pool_regions(requests)))
     padded = chunks.padded_parameters - resident_parameters(chunks, strategy)
     passing = chunks.all[: strategy.resident_chunks]
-    loading = max((chunk.padded_parameters for chunk in passing), default=0)
-    saving = largest_neighbours([stage.num_parameters for stage in workload.stages])
+    stages = [stage.num_parameters for stage in workload.stages]
+    saved = largest_neighbours(stages)
+    read = 0.0
+    if passing:  # a chunk is gathered from its stages and sent, while the next one begins
+        gathered = [chunk.padded_parameters for chunk in passing]
+        several = strategy.layers_per_chunk > 1
+        read = max(stages) + (largest_neighbours(gathered) if several else max(gathered))
     return {
         "master_weights": float(MASTER_BYTES * padded),
         "optimizer_state": float(optimizer_state_bytes * padded),
-        "state_in_passing": float((MASTER_BYTES + optimizer_state_bytes) * max(loading, saving)),
+        "state_in_passing": float((MASTER_BYTES + optimizer_state_bytes) * max(saved, read)),
         "waiting_gradients": gradients,
         "pinned_pool_overhead": pool - gradients,
         "runtime_reserve": hardware.host_reserve_bytes,

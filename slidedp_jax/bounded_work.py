@@ -30,11 +30,11 @@ def side_by_side(
     Raises:
       Exception: the first one of `work`; no item is begun after it, and none is left unfinished.
     """
-    with ThreadPoolExecutor(workers) as pool:
-        running: dict[Future[_R], float] = {}
+    running: dict[Future[_R], float] = {}
+    with ThreadPoolExecutor(workers) as pool:  # which at its end waits for what runs
         for item in items:
             own = cost(item)
-            while running and sum(running.values()) + own > limit:
+            while len(running) == workers or (running and sum(running.values()) + own > limit):
                 yield from _finished(running)
             running[pool.submit(work, item)] = own
         while running:

@@ -10,11 +10,12 @@ complete: a folder named `step_N` is whole.
 from __future__ import annotations
 
 import json
+import math
 import os
 import pathlib
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +48,9 @@ STAGES_AT_ONCE = 4
 THREADS = 8
 """That copy parameters and add up their checksums, for all stages at once."""
 BYTES_PER_FILE_CHUNK = 1 << 26
-"""Larger arrays are cut: in one piece they take twice the time and, when read, twice the memory."""
+"""Larger arrays are cut: in one piece, reading them takes the memory twice."""
+SMALLEST_FILE_CHUNK = 1 << 22
+"""Arrays whose sizes allow smaller pieces only (of a prime vocabulary, rows) are not cut."""
 
 _KEYS = {
     "format",
@@ -102,7 +105,7 @@ def save(trainer: Trainer, folder: pathlib.Path, extra: Mapping[str, Any]) -> pa
         def save_stage(stage: Stage) -> Checksums:
             return _save_stage(trainer.store, unfinished, stage, threads)
 
-        for of_stage in _stage_by_stage(save_stage, trainer):
+        for of_stage in _stage_by_stage(save_stage, trainer, [1] * len(trainer.model.stages())):
             sums |= of_stage
     record = {
         "format": FORMAT,
@@ -141,7 +144,9 @@ def restore(trainer: Trainer, checkpoint: pathlib.Path) -> Restored:
             arrays = _load_stage(trainer.store, checkpoint, record, stage, threads)
             write_stage(trainer.store, arrays, threads)
 
-        for _ in _stage_by_stage(restore_stage, trainer):
+        # What stays on the devices is gathered on its way, beside what has been read.
+        copies = [1 + trainer.store.is_resident(stage.parameter_names()[0]) for stage in stages]
+        for _ in _stage_by_stage(restore_stage, trainer, copies):
             pass
     shared = [_from_json(leaf) for leaf in record["shared_optimizer_state"]]
     trainer.resume_at(record["step"], shared)
@@ -247,14 +252,20 @@ def _check_state_kinds(
             )
 
 
-def _stage_by_stage(work: Callable[[Stage], Any], trainer: Trainer) -> Iterator[Any]:
-    """`work` on every stage, several at once: results as they come."""
+def _stage_by_stage(
+    work: Callable[[Stage], Any], trainer: Trainer, copies: Sequence[int]
+) -> Iterator[Any]:
+    """`work` on every stage, several at once: results as they come.
+
+    `copies`: per stage, how many times its bytes are in memory meanwhile.
+    """
     stages = trainer.model.stages()
     sizes = [stage_bytes(trainer.store, stage) for stage in stages]
+    costs = [size * number for size, number in zip(sizes, copies, strict=True)]
     return side_by_side(
-        lambda sized: work(sized[0]),
-        zip(stages, sizes, strict=True),
-        cost=lambda sized: sized[1],
+        lambda item: work(item[0]),
+        zip(stages, costs, strict=True),
+        cost=lambda item: item[1],
         limit=largest_neighbours(sizes),
         workers=STAGES_AT_ONCE,
     )
@@ -271,12 +282,35 @@ def _save_stage(
     item = (folder / _item(stage)).absolute()
     arrays = read_stage(store, stage, threads)
     sums = checksums(arrays, threads)
-    cut = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=BYTES_PER_FILE_CHUNK), arrays)
+    cut = jax.tree.map(_save_args, arrays)
     try:
         _checkpointer().save(item, args=ocp.args.PyTreeSave(arrays, save_args=cut))
     except (ValueError, RuntimeError) as error:  # TensorStore's, with the system's words inside
         raise OSError(f"{item} cannot be written: {error}") from None
     return sums
+
+
+def _save_args(array: np.ndarray) -> ocp.SaveArgs:
+    """With pieces of a sensible size, or in one piece."""
+    pieces = _piece_bytes(array.shape, array.itemsize)
+    return ocp.SaveArgs(
+        chunk_byte_size=BYTES_PER_FILE_CHUNK if pieces >= SMALLEST_FILE_CHUNK else None
+    )
+
+
+def _piece_bytes(shape: Sequence[int], itemsize: int) -> int:
+    """Bytes of the pieces into which Orbax would cut an array; of one that it would not, the limit.
+
+    It takes the largest dimension to its next smaller divisor until a piece is small enough.
+    """
+    piece = list(shape)
+    if math.prod(piece) * itemsize <= BYTES_PER_FILE_CHUNK:
+        return BYTES_PER_FILE_CHUNK
+    while math.prod(piece) * itemsize > BYTES_PER_FILE_CHUNK:
+        largest = piece.index(max(piece))
+        whole, now = shape[largest], piece[largest]
+        piece[largest] = next(size for size in range(now - 1, 0, -1) if whole % size == 0)
+    return math.prod(piece) * itemsize
 
 
 def _load_stage(

@@ -236,6 +236,10 @@ class HostStore:
         part, slot = self._find(name)
         return part.read(2 + number, slot.offset, slot.size).reshape(slot.shape)
 
+    def is_resident(self, name: str) -> bool:
+        """Whether a parameter's state stays on the compute devices."""
+        return not isinstance(self._find(name)[0], PartState)
+
     def fill(self, value: Callable[[str, tuple[int, ...]], np.ndarray]) -> None:
         """Write every parameter from `value(name, shape)`, several at a time."""
         workers = min(8, len(os.sched_getaffinity(0)))

@@ -315,23 +315,22 @@ class Pipeline:
     ) -> tuple[list[jax.Array], Any, Any]:
         """Gradients by the chunk's inputs, of its weights, and what packing `unsent` gave.
 
-        The first microbatch's program does the latter, so that the devices exchange another chunk's
-        gradients while they compute.
+        The last microbatch's program does the latter, so that the devices exchange another chunk's
+        gradients while they compute, and what it gives marks the end of all.
         """
         key = self._backward_key(chunk, len(microbatches))
         out, sums, packed = [], None, None
         with self._tracer.span("compute", f"backward {self._layouts[chunk].name}"):
-            for x, dx, batch in zip(xs, dxs, microbatches, strict=True):
+            for number, (x, dx, batch) in enumerate(zip(xs, dxs, microbatches, strict=True), 1):
                 kept = () if residuals is None else (residuals.pop(0),)
                 arguments = trees, x, *kept, dx, self._of_chunk(chunk, batch), sums
-                if unsent is None:
+                if unsent is None or number < len(microbatches):
                     program = self._programs.backward(key, kept=bool(kept))
                     below, sums = program(*arguments)
                 else:
                     above = self._layouts[unsent[0]]
                     program = self._programs.backward(key, kept=bool(kept), above=above)
                     packed, (below, sums) = program(unsent[1], *arguments)
-                    unsent = None
                 out.append(below)
         return out, sums, packed
 

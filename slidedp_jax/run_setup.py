@@ -259,8 +259,19 @@ def setting_notes(inputs: RunInputs, args: TrainArguments) -> list[str]:
     return notes
 
 
-def resume_notes(before: Mapping[str, Any], args: TrainArguments, inputs: RunInputs) -> list[str]:
-    """What differs from the run that saved a checkpoint, and matters; `before` is its `extra`."""
+def resume_notes(
+    before: Mapping[str, Any], step: int, args: TrainArguments, inputs: RunInputs
+) -> list[str]:
+    """What differs from the run that saved a checkpoint, and matters.
+
+    Args:
+      before: what that run saved beside the state.
+      step: the checkpoint's.
+      args: settings of the present run.
+      inputs: its inputs.
+    """
+    from slidedp_jax.schedule import learning_rate
+
     notes = []
     rows, now = before.get("rows_per_step"), inputs.source.rows_per_step
     if rows not in (None, now):
@@ -268,11 +279,14 @@ def resume_notes(before: Mapping[str, Any], args: TrainArguments, inputs: RunInp
             f"steps have {now} rows now, {rows} before: devices, batch size or accumulation have "
             "changed"
         )
-    steps = before.get("num_steps")
-    if steps not in (None, inputs.num_steps) and args.lr_scheduler_type != "constant":
+    rates = [
+        float(learning_rate(args, steps)(step))
+        for steps in (before.get("num_steps", inputs.num_steps), inputs.num_steps)
+    ]
+    if rates[0] != rates[1]:
         notes.append(
-            f"the learning rate follows lr_scheduler_type {args.lr_scheduler_type} over "
-            f"{inputs.num_steps} steps now, {steps} before: it jumps here"
+            f"the learning rate jumps here from {rates[0]:.4g} to {rates[1]:.4g}: the run has "
+            f"{inputs.num_steps} steps now, {before['num_steps']} before"
         )
     return notes
 

@@ -173,7 +173,7 @@ class _Run:
             self._skipped = restored.extra["skipped_steps"]
             first_step = restored.step
             print(f"resuming from {resume} at step {first_step}")
-            for note in resume_notes(restored.extra, self._args, self._inputs):
+            for note in resume_notes(restored.extra, first_step, self._args, self._inputs):
                 print(f"note: {note}")
         self._folder.write_record(self._record(trainer))
         if first_step >= self._inputs.num_steps:

@@ -189,9 +189,9 @@ def test_resident_state_by_hand():
     assert resident.host["waiting_gradients"] == 2 * (80 + 16)
     assert resident.host["master_weights"] == 4 * (80 + 16)
     assert resident.host["optimizer_state"] == 8 * (80 + 16)
-    # A chunk at a time passes through host memory when the state is loaded, two neighbouring stages
-    # (embedding and a layer) when it is saved.
-    assert resident.host["state_in_passing"] == 12 * 80
+    # Two neighbouring stages (embedding and a layer) pass through host memory when state is saved;
+    # when it is read, one stage and two chunks that are gathered.
+    assert resident.host["state_in_passing"] == 12 * (40 + 48 + 80)
     assert on_host.host["state_in_passing"] == 12 * (40 + 33)
     assert on_host.host["optimizer_state"] == 8 * (48 + 80 + 80 + 16)
 

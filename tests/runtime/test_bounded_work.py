@@ -46,7 +46,8 @@ def test_work_is_begun_before_earlier_work_has_ended():
     assert len([*results]) == 4
 
 
-def test_an_error_ends_it_and_what_runs_is_waited_for():
+@pytest.mark.parametrize(("limit", "workers"), [(2, 2), (9, 2), (2, 9)])
+def test_an_error_ends_it_and_what_runs_is_waited_for(limit, workers):
     ended = []
 
     def work(item):
@@ -56,7 +57,7 @@ def test_an_error_ends_it_and_what_runs_is_waited_for():
         ended.append(item)
 
     with pytest.raises(OSError, match="no more"):
-        [*side_by_side(work, range(9), cost=lambda _: 1, limit=2, workers=2)]
+        [*side_by_side(work, range(9), cost=lambda _: 1, limit=limit, workers=workers)]
     assert ended == [0]
 
 

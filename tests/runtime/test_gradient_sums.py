@@ -1,6 +1,7 @@
 """How gradients of several devices are added up before they are sent."""
 
 import contextlib
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,8 @@ from jax.sharding import Mesh, PartitionSpec
 from plain_training import random_batch
 from streamed_training import small_config, strategy, trainer
 
+import slidedp_jax.trainer
+from slidedp_jax.pipeline import Pipeline
 from slidedp_jax.process import current_setup
 from slidedp_jax.routes import DATA_AXIS, GradientPath
 from slidedp_jax.trace import Tracer
@@ -103,3 +106,30 @@ def test_devices_sum_a_gradient_in_the_program_of_the_chunk_below(
     else:
         pairs = zip(back, down[1:], strict=False)
         assert order.names == [down[0], *(name for pair in pairs for name in pair), *embed]
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_a_chunk_is_done_when_its_weights_are_let_go(num_microbatches, monkeypatch):
+    """Or the schedule would run ahead of the devices, and more than a window would lie there."""
+    gradients, done = {}, {}
+
+    class Checked(Pipeline):
+        def _chunk_backward(self, chunk, *arguments):
+            results = super()._chunk_backward(chunk, *arguments)
+            gradients[chunk] = jax.tree.leaves(results[1])
+            return results
+
+        def _release_after_backward(self, weights, chunk):
+            if chunk in gradients:
+                done[chunk] = all(leaf.is_ready() for leaf in gradients[chunk])
+            super()._release_after_backward(weights, chunk)
+
+    monkeypatch.setattr(slidedp_jax.trainer, "Pipeline", Checked)
+    config = dataclasses.replace(small_config(layers=6), hidden_size=128, intermediate_size=512)
+    plan = strategy(rows_per_microbatch=2, num_microbatches=num_microbatches)
+    with trainer(config, optax.sgd(1e-2), plan, num_devices=2) as it:
+        batch = random_batch(config, 4 * num_microbatches, 32, packed=False)
+        for _ in range(3):  # the first one compiles, which gives the devices time
+            it.step(batch)
+            assert done == dict.fromkeys(range(1, 7), True)
+            done.clear()

@@ -2,13 +2,18 @@
 
 import copy
 import dataclasses
+import itertools
 import struct
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import jax
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from streamed_training import small_config, strategy, trainer
 
+from models.streamed import Stage
 from slidedp_jax import checkpoint
 from slidedp_jax.checkpoint import (
     list_steps,
@@ -54,13 +59,12 @@ def test_stages_hold_all_parameters_and_their_state_uncopied():
             assert copy.deepcopy(arrays[MASTER]) is arrays[MASTER]
 
 
-@pytest.mark.parametrize("shape", [(300, 64), (307, 61)])
-def test_large_arrays_are_cut_and_come_back(shape, tmp_path, monkeypatch):
-    """Also where no size but 1 divides a dimension."""
+@pytest.mark.parametrize(("vocab_size", "rows"), [(300, 30), (307, 307)])
+def test_large_arrays_are_cut_if_they_can_be_and_come_back(vocab_size, rows, tmp_path, monkeypatch):
+    """32 numbers of 4 bytes a row: 30 rows are the most that divide 300; only 1 divides 307."""
     monkeypatch.setattr(checkpoint, "BYTES_PER_FILE_CHUNK", 4096)
-    config = dataclasses.replace(
-        small_config(tied=True, layers=1), vocab_size=shape[0], intermediate_size=shape[1]
-    )
+    monkeypatch.setattr(checkpoint, "SMALLEST_FILE_CHUNK", 512)
+    config = dataclasses.replace(small_config(tied=True, layers=1), vocab_size=vocab_size)
 
     def start(seed):
         return trainer(config, optax.adamw(1e-3), strategy(), num_devices=1, seed=seed)
@@ -73,6 +77,52 @@ def test_large_arrays_are_cut_and_come_back(shape, tmp_path, monkeypatch):
         restore(it, folder)
         restored = it.parameters()
     assert all(restored[name].tobytes() == saved[name].tobytes() for name in saved)
+    item = (folder / "model.embed_tokens").absolute()
+    metadata = ocp.PyTreeCheckpointHandler().metadata(item)
+    of_embedding = jax.tree.leaves(getattr(metadata, "tree", metadata))
+    assert [leaf.storage.chunk_shape for leaf in of_embedding] == [(rows, 32)] * 3
+
+
+class Watch:
+    """Sums of the bytes that are worked on at once."""
+
+    def __init__(self, sizes):
+        self._sizes = sizes
+        self._now = 0
+        self._lock = threading.Lock()
+        self.sums = []
+
+    def around(self, function):
+        def watched(*arguments):
+            size = self._sizes[next(a.name for a in arguments if isinstance(a, Stage))]
+            with self._lock:
+                self._now += size
+                self.sums.append(self._now)
+            try:
+                return function(*arguments)
+            finally:
+                with self._lock:
+                    self._now -= size
+
+        return watched
+
+
+@pytest.mark.parametrize("resident_chunks", [0, 4])
+def test_stages_under_way_take_no_more_memory_than_two_neighbours(
+    resident_chunks, tmp_path, monkeypatch
+):
+    config = small_config(tied=False, layers=6)
+    plan = strategy(resident_chunks=resident_chunks)
+    with trainer(config, optax.adamw(1e-3), plan, num_devices=1) as it:
+        sizes = {stage.name: stage_bytes(it.store, stage) for stage in it.model.stages()}
+        limit = max(one + other for one, other in itertools.pairwise(sizes.values()))
+        for name, work in (("_save_stage", save), ("_load_stage", restore)):
+            watch = Watch(sizes)
+            with monkeypatch.context() as patch:
+                patch.setattr(checkpoint, name, watch.around(getattr(checkpoint, name)))
+                work(it, *((tmp_path, {}) if work is save else list_steps(tmp_path)))
+            assert len(watch.sums) == len(sizes)
+            assert max(sizes.values()) < max(watch.sums) <= limit
 
 
 def test_changed_values_in_a_checkpoint_are_noticed(tmp_path):
