@@ -124,13 +124,13 @@ def test_a_longer_run_says_that_the_learning_rate_jumps_and_may_be_cut_otherwise
     inputs, tmp_path, capsys
 ):
     out = tmp_path / "run"
-    inputs.train(out, max_steps=1, lr_scheduler_type="cosine", save_at_end=True)
-    inputs.train(out, max_steps=2, lr_scheduler_type="cosine", loss_chunk_tokens=17)
-    said = "the learning rate jumps here from 0 to 0.005: the run has 2 steps now, 1 before"
+    inputs.train(out, max_steps=2, lr_scheduler_type="cosine")
+    inputs.train(out, max_steps=3, lr_scheduler_type="cosine", loss_chunk_tokens=17)
+    said = "the learning rate jumps here from 0 to 0.005: the run has 3 steps now, 2 before"
     assert said in capsys.readouterr().out
     record = json.loads((out / "run.json").read_text())
     assert record["plan"]["chosen"]["strategy"]["loss_chunk_tokens"] == 17
-    assert len(losses(out)) == 2
+    assert len(losses(out)) == 3
 
 
 def test_state_restored_into_other_chunks_is_bitwise(inputs, straight, tmp_path):
