@@ -8,9 +8,9 @@ import pytest
 
 HERE = Path(__file__).parent
 
-pytestmark = pytest.mark.skipif(  # cuDNN runs there only; what stands in for it has its own tests
-    not Path("/dev/nvidiactl").exists(), reason="needs an NVIDIA GPU and JAX's CUDA plugin"
-)
+no_gpu = not Path("/dev/nvidiactl").exists()
+# cuDNN runs on NVIDIA GPUs only; what stands in for it elsewhere is tested in test_attention.py.
+pytestmark = pytest.mark.skipif(no_gpu, reason="needs an NVIDIA GPU and JAX's CUDA plugin")
 
 
 @pytest.fixture(scope="module")
