@@ -4,8 +4,9 @@ Whole models with random weights and tokens, one layer per chunk, sequences of 4
 per GPU; medians (docs/benchmarks). `resident` is forward and backward with all weights on the GPUs,
 `streamed` the same with weights and gradients on their way; full steps add the host update.
 Machines of the kind differ by several per cent, so absolute times are held to 8 % (full steps,
-whose update shares the host's memory with neighbours, to 16 %) and the ratio streamed / resident,
-which does not depend on the machine's clock, to 0.04.
+whose update shares the host's memory with neighbours, to 16 %; as planned on one GPU to 10 %, and
+those of two GPUs to 7 %) and the ratio streamed / resident, which does not depend on the machine's
+clock, to 0.04.
 """
 
 import json
@@ -23,7 +24,7 @@ from planner.strategy import Strategy, WeightRoute
 from planner.workload import BatchShape, Workload
 
 SEQ_LENGTH = 4096
-ABSOLUTE, FULL, ON_GPU, RATIO = 0.08, 0.16, 0.1, 0.04
+ABSOLUTE, FULL, ON_GPU, ON_PAIR, RATIO = 0.08, 0.16, 0.1, 0.07, 0.04
 
 
 def _without_update(num_devices: int) -> HardwareProfile:
@@ -173,3 +174,30 @@ def test_two_gpus_the_better_route_changes_with_the_batch():
         }
         gathering_wins = by_route["shard_all_gather"] < by_route["replicate"]
         assert gathering_wins == (gathering_s < replicating_s)
+
+
+ON_TWO_GPUS = [
+    entry
+    for name in ("4b_2xh200_2026-11-30_two_gpus_planned", "8b_2xh200_2026-11-30_two_gpus")
+    for entry in json.loads((BENCHMARKS / f"qwen3-{name}.json").read_text())["speed"]
+    if entry["num_devices"] == 2 and "full_s" in entry
+]
+"""Full steps beside 32 cores, whose host update is not twice as fast as that of 16."""
+
+
+@pytest.mark.parametrize(
+    "entry",
+    ON_TWO_GPUS,
+    ids=lambda e: f"{e['model']}-{e['tokens_per_device']}-{e['strategy']['weight_route']}",
+)
+def test_full_steps_of_two_gpus(entry):
+    workload = Workload.from_config(named_config(entry["model"]))
+    rows = 2 * entry["tokens_per_device"] // SEQ_LENGTH
+    strategy = Strategy(**entry["strategy"])
+    at_once = strategy.rows_per_microbatch  # the benchmark cuts a step by that alone
+    strategy = replace(strategy, num_microbatches=rows // 2 // at_once)
+    hardware = named_hardware("h200", num_devices=2)
+    predicted = step_time(
+        workload, BatchShape(num_rows=rows, seq_length=SEQ_LENGTH), strategy, hardware
+    )
+    assert predicted.step_s == pytest.approx(statistics.median(entry["full_s"]), rel=ON_PAIR)

@@ -84,25 +84,25 @@ def test_large_arrays_are_cut_if_they_can_be_and_come_back(vocab_size, rows, tmp
 
 
 class Watch:
-    """Sums of the bytes that are worked on at once."""
+    """Bytes of the stages that are worked on at once, whenever one begins."""
 
     def __init__(self, sizes):
         self._sizes = sizes
-        self._now = 0
+        self._now = []
         self._lock = threading.Lock()
-        self.sums = []
+        self.together = []
 
     def around(self, function):
         def watched(*arguments):
             size = self._sizes[next(a.name for a in arguments if isinstance(a, Stage))]
             with self._lock:
-                self._now += size
-                self.sums.append(self._now)
+                self._now.append(size)
+                self.together.append(tuple(self._now))
             try:
                 return function(*arguments)
             finally:
                 with self._lock:
-                    self._now -= size
+                    self._now.remove(size)
 
         return watched
 
@@ -111,18 +111,24 @@ class Watch:
 def test_stages_under_way_take_no_more_memory_than_two_neighbours(
     resident_chunks, tmp_path, monkeypatch
 ):
+    """What stays on the devices is there twice while it is read: as it came, and gathered."""
     config = small_config(tied=False, layers=6)
     plan = strategy(resident_chunks=resident_chunks)
     with trainer(config, optax.adamw(1e-3), plan, num_devices=1) as it:
-        sizes = {stage.name: stage_bytes(it.store, stage) for stage in it.model.stages()}
-        limit = max(one + other for one, other in itertools.pairwise(sizes.values()))
-        for name, work in (("_save_stage", save), ("_load_stage", restore)):
+        saved = {stage.name: stage_bytes(it.store, stage) for stage in it.model.stages()}
+        limit = max(one + other for one, other in itertools.pairwise(saved.values()))
+        read = {
+            name: size * (2 if number < resident_chunks else 1)
+            for number, (name, size) in enumerate(saved.items())
+        }
+        for name, work, sizes in (("_save_stage", save, saved), ("_load_stage", restore, read)):
             watch = Watch(sizes)
             with monkeypatch.context() as patch:
                 patch.setattr(checkpoint, name, watch.around(getattr(checkpoint, name)))
                 work(it, *((tmp_path, {}) if work is save else list_steps(tmp_path)))
-            assert len(watch.sums) == len(sizes)
-            assert max(sizes.values()) < max(watch.sums) <= limit
+            assert len(watch.together) == len(sizes)
+            assert all(sum(some) <= limit or len(some) == 1 for some in watch.together)
+            assert max(map(len, watch.together)) > 1
 
 
 def test_changed_values_in_a_checkpoint_are_noticed(tmp_path):
