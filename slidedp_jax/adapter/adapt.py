@@ -152,7 +152,7 @@ def _streamed(source: Source, claims: Claims, vocab_size: int) -> StreamedModel:
 
     return StreamedModel(
         embed=Stage(name="", shapes=claims.embed, item="embed"),
-        layers=tuple(Stage(name=path, shapes=tree) for path, tree in source.layers.items()),
+        layers=tuple(Stage(name=path, shapes=tree) for path, tree in source.layers),
         head=Stage(name="", shapes=claims.head, item="head"),
         embed_fn=embed_fn,
         layer_fns=tuple(layer_fns),

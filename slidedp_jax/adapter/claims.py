@@ -68,7 +68,7 @@ def claim(source: Source, batch: Rows, *, dropout: bool) -> Claims:
     x = _hidden(embed.result, leading, "embed")
     traced: dict[Any, Traced] = {}
     layers = []
-    for path, fn, tree in zip(source.layers, source.layer_fns, source.layers.values(), strict=True):
+    for (path, tree), fn in zip(source.layers, source.layer_fns, strict=True):
         if fn not in traced:
             traced[fn] = trace(fn, tree, (x, batch), dropout)
             found = _hidden(traced[fn].result, leading, f"layer at {path}")
@@ -83,7 +83,7 @@ def claim(source: Source, batch: Rows, *, dropout: bool) -> Claims:
     names = named_leaves(source.tree)
     in_layers = {
         name
-        for path, tree in source.layers.items()
+        for path, tree in source.layers
         for name in Stage(name=path, shapes=tree).parameter_names()
     }
     _check_claims(set(names), in_layers, embed.reads, head.reads)

@@ -40,7 +40,7 @@ def from_nnx(
     whole = Split(model, dropout)
     variables = dict(_parameters(model))
     assert variables.keys() == named_leaves(whole.tree).keys()
-    splits = [Split(node, dropout) for node in nodes.values()]
+    splits = [Split(node, dropout) for _, node in nodes]
     shared: list[tuple[Any, Split, Callable[..., Any]]] = []
     layer_fns = []
     for fn, split in zip(fns, splits, strict=True):
@@ -62,7 +62,7 @@ def from_nnx(
     return Source(
         tree=whole.tree,
         value=lambda name: variables[name].get_raw_value(),
-        layers={path: split.tree for path, split in zip(nodes, splits, strict=True)},
+        layers=tuple((path, split.tree) for (path, _), split in zip(nodes, splits, strict=True)),
         embed=whole.wrap(embed, "embed"),
         layer_fns=tuple(layer_fns),
         head_loss=whole.wrap(head_loss, "head_loss"),
@@ -198,10 +198,10 @@ def _is_layer(node: Any) -> bool:
     return isinstance(node, nnx.Module) and not isinstance(node, Sequence | Mapping)
 
 
-def _refuse_shared(model: nnx.Module, nodes: Mapping[str, nnx.Module]) -> None:
+def _refuse_shared(model: nnx.Module, nodes: Sequence[tuple[str, nnx.Module]]) -> None:
     """A variable belongs to one layer, or to no layer."""
     owners: dict[int, str] = {}
-    for path, node in nodes.items():
+    for path, node in nodes:
         for inner, variable in _parameters(node):
             name = f"{path}.{inner}"
             first = owners.setdefault(id(variable), name)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +12,8 @@ from slidedp_jax.errors import UserError
 
 Path = tuple[Any, ...]
 """Keys, indices or attribute names from the root of a pytree to one of its nodes."""
+
+_NUMBER = re.compile(r"([0-9]+)")
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
@@ -67,34 +70,84 @@ def _keys(node: Any) -> str:
         keys = [f"0 to {len(node) - 1}"]
     else:
         keys = [name for name in vars(node) if not name.startswith("_")]
-    return ", ".join(sorted(keys)[:20]) or "nothing"
+    return ", ".join((by_number(keys) or sorted(keys))[:20]) or "nothing"
 
 
-def layer_nodes(root: Any, layers: str | Sequence[str], is_layer: Any) -> dict[str, Any]:
-    """Each layer by its dotted path, bottom first.
+def layer_nodes(
+    root: Any, layers: str | Sequence[str], is_layer: Any
+) -> tuple[tuple[str, Any], ...]:
+    """Dotted path and node of each layer, bottom first.
 
     Args:
       root: the model.
-      layers: path of a list of layers, or one path per layer.
+      layers: path of a list or mapping of layers, or one path per layer.
       is_layer: whether a node is one layer rather than a list of them.
 
     Raises:
-      UserError: a path leads nowhere, to no list, or there is no layer.
+      UserError: a path leads nowhere, to no list, there is no layer, or their order is in doubt.
     """
     if not isinstance(layers, str):
-        nodes = {path: find(root, path) for path in layers}
-        if len(nodes) != len(layers):
+        nodes = tuple((path, find(root, path)) for path in layers)
+        if len(set(layers)) != len(nodes):
             raise UserError(f"layers={list(layers)!r} names a layer twice; give each one once")
+        _check_listed(layers)
     else:
         group = find(root, layers)
         if is_layer(group) or not isinstance(group, Sequence | Mapping):
             raise UserError(
                 f"layers={layers!r} is a {type(group).__name__}, not a list of layers. Give the "
-                "path of a list (nnx.List, list, tuple, dict in order), or a list with the path of "
-                "each layer; stacked parameters with a leading layer axis must be taken apart"
+                "path of a list (nnx.List, list, tuple, dict), or a list with the path of each "
+                "layer; stacked parameters with a leading layer axis must be taken apart"
             )
-        keys = list(group) if isinstance(group, Mapping) else range(len(group))
-        nodes = {f"{layers}.{key}": group[key] for key in keys}
+        keys = _ordered_keys(group, layers) if isinstance(group, Mapping) else range(len(group))
+        nodes = tuple((f"{layers}.{key}", group[key]) for key in keys)
     if not nodes:
         raise UserError(f"layers={layers!r} holds no layer; a decoder has at least one")
     return nodes
+
+
+def by_number(names: Iterable[Any]) -> list[Any] | None:
+    """The names in the order of the numbers in them; None if they differ by more than numbers.
+
+    As text, `layer_10` comes before `layer_2`.
+    """
+    names = list(names)
+    parts = [_NUMBER.split(str(name)) for name in names]
+    numbers = [tuple(map(int, part[1::2])) for part in parts]
+    if len({tuple(part[::2]) for part in parts}) > 1 or len(set(numbers)) < len(names):
+        return None
+    return [name for _, name in sorted(zip(numbers, names, strict=True), key=lambda pair: pair[0])]
+
+
+def _ordered_keys(group: Mapping[Any, Any], layers: str) -> list[Any]:
+    """Keys of a mapping of layers, bottom layer first.
+
+    `jax.tree.map`, `jax.jit` and checkpoints return a mapping with its keys sorted as text, so that
+    its own order says nothing where it is the sorted one.
+    """
+    keys = list(group)
+    numbered = by_number(keys)
+    as_text = sorted(keys, key=str)
+    backwards = numbered is not None and len(keys) > 1 and keys == numbered[::-1] != as_text
+    if numbered is not None and not backwards:
+        return numbered
+    if backwards or (len(keys) > 1 and keys == as_text):
+        why = "backwards by number" if backwards else "as sorted by name, not numbered"
+        raise UserError(
+            f"layers={layers!r} is a {type(group).__name__} whose keys lie {why} "
+            f"({', '.join(map(str, keys[:5]))}, ...), so which layer comes first is in doubt. Give "
+            f"a list with the path of each layer, bottom first: "
+            f"layers={[f'{layers}.{key}' for key in keys[:2]]} and so on"
+        )
+    return keys
+
+
+def _check_listed(layers: Sequence[str]) -> None:
+    """Refuse paths that somebody has sorted as text."""
+    numbered = by_number(layers)
+    if numbered is not None and list(layers) == sorted(layers) != numbered:
+        raise UserError(
+            f"layers= lists the layers in the order of their names as text "
+            f"({', '.join(layers[:4])}, ...), which is not that of their numbers: give them bottom "
+            f"first ({', '.join(numbered[:4])}, ...)"
+        )

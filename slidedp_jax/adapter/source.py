@@ -27,7 +27,8 @@ class Source:
     Attributes:
       tree: shapes of all parameters, `jax.ShapeDtypeStruct`.
       value: name -> what the user's model holds now, an array or its shape.
-      layers: shapes of each layer's parameters by dotted path, bottom first.
+      layers: dotted path and shapes of the parameters of each layer, bottom first; no mapping,
+        whose keys JAX's functions over trees sort as text.
       embed: (tree, batch, key) -> x [B, T, D].
       layer_fns: per layer (layer tree, x, batch, key) -> x; equal layers share one object.
       head_loss: (tree, x, batch, key) -> scalar.
@@ -36,7 +37,7 @@ class Source:
 
     tree: Tree
     value: Callable[[str], Any]
-    layers: Mapping[str, Tree]
+    layers: tuple[tuple[str, Tree], ...]
     embed: Callable[[Tree, Batch, Key], jax.Array]
     layer_fns: tuple[Callable[[Tree, jax.Array, Batch, Key], jax.Array], ...]
     head_loss: Callable[[Tree, jax.Array, Batch, Key], jax.Array]

@@ -45,7 +45,7 @@ def from_tree(
     shared: dict[Any, Callable[..., jax.Array]] = {}
     layer_fns = tuple(
         shared.setdefault((fn, _structure(node)), _with_key(fn))
-        for fn, node in zip(fns, nodes.values(), strict=True)
+        for fn, (_, node) in zip(fns, nodes, strict=True)
     )
     names = named_leaves(tree)
 
@@ -57,7 +57,7 @@ def from_tree(
     return Source(
         tree=jax.tree.map(shape_of, tree),
         value=names.__getitem__,
-        layers=jax.tree.map(shape_of, nodes),
+        layers=tuple((path, jax.tree.map(shape_of, node)) for path, node in nodes),
         embed=_with_key(embed),
         layer_fns=layer_fns,
         head_loss=_with_key(head_loss),
