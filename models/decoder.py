@@ -6,6 +6,7 @@ parameters it is given, inside the trace. Letters: B rows, T tokens, D hidden, V
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
 from collections.abc import Callable
 from functools import partial
@@ -87,6 +88,7 @@ def build(
             init_cache=partial(cached_layers.init_cache, config),
             max_tokens=config.max_position_embeddings,
         ),
+        configuration=dataclasses.asdict(config),
     )
 
 

@@ -109,6 +109,8 @@ class StreamedModel:
       cached: the layers in a form that keeps keys and values, or None: no text can be generated.
       random: the functions read `row_seeds`; without them they draw nothing (evaluation).
       token_arrays: name -> dtype of further arrays [R, T] that every batch must have.
+      configuration: what the functions were built from, JSON-able; a checkpoint of another
+        configuration is refused by the names of its fields.
     """
 
     embed: Stage
@@ -124,6 +126,7 @@ class StreamedModel:
     cached: CachedForm | None = None
     random: bool = False
     token_arrays: Mapping[str, str] = field(default_factory=dict)
+    configuration: Mapping[str, Any] = field(default_factory=dict)
 
     def stages(self) -> tuple[Stage, ...]:
         """All stages in forward order."""

@@ -60,6 +60,13 @@ def default_num_host_devices(num_cores: int, num_devices: int) -> int:
     return max(1, (num_cores - num_devices) // num_devices) * num_devices
 
 
+def pieces_of_state(hardware: HardwareProfile, choices: Choices) -> int:
+    """Host devices over which the state is sharded."""
+    return choices.num_host_devices or default_num_host_devices(
+        hardware.num_host_cores, hardware.num_devices
+    )
+
+
 def default_block_size(workload: Workload, num_host_devices: int) -> int:
     """The largest block up to `MAX_BLOCK_SIZE` that pads single layers by no more than 2 %."""
     block_size = MAX_BLOCK_SIZE
@@ -91,9 +98,7 @@ def candidates(
       compute_dtype: as in `Strategy`.
     """
     num_devices = hardware.num_devices
-    pieces = choices.num_host_devices or default_num_host_devices(
-        hardware.num_host_cores, hardware.num_devices
-    )
+    pieces = pieces_of_state(hardware, choices)
     rows_per_device = -(-batch.num_rows // num_devices)
     base = partial(
         Strategy,
@@ -104,7 +109,10 @@ def candidates(
     )
     weight_routes = WEIGHT_ROUTES if num_devices > 1 else WEIGHT_ROUTES[:1]
     gradient_routes = GRADIENT_ROUTES if num_devices > 1 else GRADIENT_ROUTES[:1]
+    block_size = base.keywords["block_size"]
     for layers in _chunk_sizes(len(workload.layers), choices.layers_per_chunk):
+        if not chunk_stages(workload, layers, block_size, pieces).fit_pieces(pieces):
+            continue
         for rows in _microbatch_rows(rows_per_device, choices.rows_per_microbatch):
             for weight_route in _chosen(choices.weight_route, weight_routes):
                 for gradient_route in _chosen(choices.gradient_route, gradient_routes):

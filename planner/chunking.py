@@ -8,6 +8,9 @@ from functools import lru_cache
 
 from planner.workload import StageWork, Workload
 
+LARGEST_PIECE = 2**31 - 1
+"""Elements of a chunk on each host device; the update's program counts them in int32."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkWork:
@@ -52,10 +55,10 @@ class Chunks:
         """Elements of all flat arrays of one kind."""
         return sum(chunk.padded_parameters for chunk in self.all)
 
-    @property
-    def largest_layer_parameters(self) -> int:
-        """Elements of the largest layer chunk."""
-        return max(chunk.padded_parameters for chunk in self.layers)
+    def fit_pieces(self, num_host_devices: int) -> bool:
+        """Whether each host device can update its piece of every chunk."""
+        largest = max(chunk.padded_parameters for chunk in self.all)
+        return largest // num_host_devices <= LARGEST_PIECE
 
 
 def padded_size(groups: Sequence[int], block_size: int, num_host_devices: int) -> int:

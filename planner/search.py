@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from planner.candidates import Choices, candidates
+from planner.candidates import Choices, candidates, default_block_size, pieces_of_state
+from planner.chunking import LARGEST_PIECE, chunk_stages
 from planner.errors import PlanError
 from planner.hardware import COMPUTE_DTYPES, ComputeDtype, HardwareProfile, size_text
 from planner.job import Alternative, Job
@@ -267,8 +268,25 @@ def _check_request(
             f"num_host_devices is {pieces}; it must be a multiple of the {hardware.num_devices} "
             "compute devices"
         )
+    problems = problems or _too_large_pieces(job, choices)
     if problems:
         raise PlanError("; ".join(problems) + ".")
+
+
+def _too_large_pieces(job: Job, choices: Choices) -> list[str]:
+    """What is wrong where even the smallest chunks cannot be updated."""
+    pieces = pieces_of_state(job.hardware, choices)
+    layers = choices.layers_per_chunk or 1
+    block_size = choices.block_size or default_block_size(job.workload, pieces)
+    chunks = chunk_stages(job.workload, layers, block_size, pieces)
+    if pieces < 1 or chunks.fit_pieces(pieces):
+        return []
+    largest = max(chunk.padded_parameters for chunk in chunks.all)
+    return [
+        f"with layers_per_chunk {layers} a chunk has {largest:,} parameters on {pieces} host "
+        f"devices; each can update at most {LARGEST_PIECE:,}. Use fewer layers per chunk or more "
+        "num_host_devices"
+    ]
 
 
 def _simulate_best(job: Job, fitting: list[tuple[float, Strategy]]) -> list[Alternative]:

@@ -181,7 +181,7 @@ def measure_updates(
 def kernel_forms() -> tuple[str, ...]:
     from typing import get_args
 
-    from slidedp_jax.update_kernel import KernelForm
+    from slidedp_jax.kernel_form import KernelForm
 
     return get_args(KernelForm)
 
@@ -356,7 +356,29 @@ def table(record: dict[str, Any]) -> str:
         if "error" in result
     )
     lines.extend(f"not run: {label(job)}: {job['reason']}" for job in record["not_run"])
-    return "\n".join(lines)
+    return "\n".join([*lines, *of_the_table(results)])
+
+
+def of_the_table(results: list[dict[str, Any]]) -> list[str]:
+    """How the form that `slidedp_jax.kernel_form` names compares with the fastest one here."""
+    from slidedp_jax.kernel_form import kernel_form
+
+    jax_version = importlib.metadata.version("jax")
+    named = kernel_form(jax_version)
+    wanted = tuple(int(part) for part in jax_version.split(".")[:2]) < (0, 12)  # as `configure`
+    rates = {
+        result["form"]: result["elements"] / statistics.median(result["seconds"])
+        for result in results
+        if result.get("fusion") == wanted and result.get("block_size") in (None, DEFAULT_BLOCK)
+        and result["form"] in kernel_forms()
+    }  # fmt: skip
+    if named not in rates:
+        return []
+    best = max(rates, key=lambda form: rates[form])
+    return [
+        f"kernel_form.py names {named!r} for JAX {jax_version}: "
+        f"{rates[named] / rates[best]:.2f} of the fastest here, {best!r}"
+    ]
 
 
 def bandwidth(result: dict[str, Any]) -> float:

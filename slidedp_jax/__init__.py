@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from slidedp_jax.adapter.adapt import Adapted, adapt
     from slidedp_jax.errors import TrainingStopped, UserError
     from slidedp_jax.metrics import StepMetrics
+    from slidedp_jax.starting_state import TO_BE_RESTORED
     from slidedp_jax.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -24,11 +25,13 @@ _LAZY = {
     "adapt": "slidedp_jax.adapter.adapt",
     "Trainer": "slidedp_jax.trainer",
     "StepMetrics": "slidedp_jax.metrics",
+    "TO_BE_RESTORED": "slidedp_jax.starting_state",
     "UserError": "slidedp_jax.errors",
     "TrainingStopped": "slidedp_jax.errors",
 }
 
 __all__ = [
+    "TO_BE_RESTORED",
     "Adapted",
     "StepMetrics",
     "Trainer",

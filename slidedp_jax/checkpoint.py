@@ -9,9 +9,7 @@ complete: a folder named `step_N` is whole.
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import pathlib
 import re
 import shutil
@@ -27,11 +25,21 @@ import orbax.checkpoint as ocp
 from models.streamed import Stage
 from planner.memory import largest_neighbours
 from slidedp_jax.bounded_work import side_by_side
+from slidedp_jax.checkpoint_record import (
+    RECORD,
+    check_fits,
+    describe,
+    form_to_go_on_with,
+    read_record,
+    shared_state,
+    write_record,
+)
 from slidedp_jax.errors import UserError
 from slidedp_jax.host_store import HostStore
 from slidedp_jax.stage_arrays import (
     MASTER,
     Checksums,
+    StageArrays,
     array_specs,
     checksums,
     read_stage,
@@ -41,8 +49,8 @@ from slidedp_jax.stage_arrays import (
     write_stage,
 )
 from slidedp_jax.trainer import Trainer
+from slidedp_jax.whole_files import UNFINISHED, remove_whole, sync_folder
 
-FORMAT = 2
 STAGES_AT_ONCE = 4
 """Each is one stream of bytes to or from the disk."""
 THREADS = 8
@@ -52,15 +60,6 @@ BYTES_PER_FILE_CHUNK = 1 << 26
 SMALLEST_FILE_CHUNK = 1 << 22
 """Arrays whose sizes allow smaller pieces only (of a prime vocabulary, rows) are not cut."""
 
-_KEYS = {
-    "format",
-    "step",
-    "shared_optimizer_state",
-    "optimizer_state",
-    "kernel_form",
-    "ema_decay",
-    "extra",
-}
 _STEP = re.compile(r"step_(\d+)")
 
 
@@ -86,97 +85,55 @@ def save(trainer: Trainer, folder: pathlib.Path, extra: Mapping[str, Any]) -> pa
       extra: JSON-able values to keep beside the state.
 
     Returns:
-      The checkpoint's folder. An existing complete checkpoint of the step is left as it is.
+      The checkpoint's folder. One that holds this very state is left as it is.
 
     Raises:
+      UserError: there is a checkpoint of another state with the same number of steps.
       OSError: the file system refuses; no `step_N` is left behind.
     """
+    trainer.require_weights()
     trainer.wait()
+    record = describe(trainer, extra)
     target = folder / f"step_{trainer.step_count:08d}"
-    if (target / "trainer.json").is_file():
+    if (target / RECORD).is_file():
+        _check_is_saved(trainer, target, record)
         return target
-    shutil.rmtree(target, ignore_errors=True)  # half copied or half deleted
-    unfinished = folder / f".{target.name}.partial"
+    remove_whole(target)  # half copied
+    unfinished = folder / f".{target.name}{UNFINISHED}"
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    sums: dict[str, Any] = {}
-    with ThreadPoolExecutor(THREADS) as threads:
-
-        def save_stage(stage: Stage) -> Checksums:
-            return _save_stage(trainer.store, unfinished, stage, threads)
-
-        for of_stage in _stage_by_stage(save_stage, trainer, [1] * len(trainer.model.stages())):
-            sums |= of_stage
-    record = {
-        "format": FORMAT,
-        "step": trainer.step_count,
-        "shared_optimizer_state": [_to_json(leaf) for leaf in trainer.shared_optimizer_state],
-        "optimizer_state": _state_kinds(trainer),
-        "kernel_form": trainer.kernel_form,
-        "ema_decay": trainer.ema_decay,
-        "checksums": sums,
-        "extra": dict(extra),
-    }
-    path = unfinished / "trainer.json"
-    with path.open("w") as stream:
-        json.dump(record, stream, indent=1)
-        stream.flush()
-        os.fsync(stream.fileno())
+    record["checksums"] = _of_all_stages(
+        trainer, lambda arrays, stage: _write_item(unfinished, stage, arrays)
+    )
+    write_record(unfinished, record)
     unfinished.rename(target)
+    sync_folder(folder)
     return target
 
 
 def restore(trainer: Trainer, checkpoint: pathlib.Path) -> Restored:
     """Read a checkpoint into a trainer, whatever devices and chunking it was saved with.
 
+    Pending updates are waited for. Everything is judged before anything is changed: where the
+    trainer holds weights already, the arrays are read once more for that. Only a disk that fails
+    in between leaves a trainer without weights, which says so until a checkpoint is restored.
+
     Raises:
-      UserError: the folder is not a complete checkpoint, or of another model or optimizer.
+      UserError: the folder is not a complete checkpoint, damaged, or of another model, model
+        configuration or optimizer.
     """
     record = read_record(checkpoint)
-    _check_state_kinds(checkpoint, record["optimizer_state"], _state_kinds(trainer))
-    stages = trainer.model.stages()
-    for item in (checkpoint / _item(stage) for stage in stages):
+    check_fits(checkpoint, record, trainer)
+    for item in (checkpoint / _item(stage) for stage in trainer.model.stages()):
         if not item.is_dir():
             raise UserError(f"{checkpoint} has no {item.name}: it is of another model or damaged")
-    with ThreadPoolExecutor(THREADS) as threads:
-
-        def restore_stage(stage: Stage) -> None:
-            arrays = _load_stage(trainer.store, checkpoint, record, stage, threads)
-            write_stage(trainer.store, arrays, threads)
-
-        # What stays on the devices is gathered on its way, beside what has been read.
-        copies = [1 + trainer.store.is_resident(stage.parameter_names()[0]) for stage in stages]
-        for _ in _stage_by_stage(restore_stage, trainer, copies):
-            pass
-    shared = [_from_json(leaf) for leaf in record["shared_optimizer_state"]]
-    trainer.resume_at(record["step"], shared)
+    trainer.take_kernel_form(form_to_go_on_with(record))
+    if trainer.holds_weights:
+        _of_all_items(trainer, checkpoint, record, lambda *_: None)
+    with trainer.replacing_state():
+        _of_all_items(trainer, checkpoint, record, write_stage)
+        trainer.resume_at(record["step"], shared_state(checkpoint, record))
     return Restored(step=record["step"], extra=record["extra"])
-
-
-def read_record(checkpoint: pathlib.Path) -> dict[str, Any]:
-    """The `trainer.json` of a checkpoint.
-
-    Raises:
-      UserError: it is missing, unreadable or of another format.
-    """
-    path = checkpoint / "trainer.json"
-    try:
-        record = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise UserError(
-            f"{checkpoint} is not a complete checkpoint: {path.name} is missing"
-        ) from None
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path} is damaged: {error}") from None
-    found = record if isinstance(record, dict) else {}
-    if found.get("format", FORMAT) != FORMAT:
-        raise UserError(f"{path} has format {found['format']}, this version reads {FORMAT}")
-    if missing := sorted(_KEYS - found.keys()):
-        raise UserError(
-            f"{path} is damaged: it lacks {', '.join(missing)}. To go on from an earlier "
-            f"checkpoint, move {checkpoint} away"
-        )
-    return record
 
 
 def list_steps(folder: pathlib.Path) -> list[pathlib.Path]:
@@ -184,14 +141,14 @@ def list_steps(folder: pathlib.Path) -> list[pathlib.Path]:
     if not folder.is_dir():
         return []
     found = [(int(m[1]), path) for path in folder.iterdir() if (m := _STEP.fullmatch(path.name))]
-    return [path for _, path in sorted(found) if (path / "trainer.json").is_file()]
+    return [path for _, path in sorted(found) if (path / RECORD).is_file()]
 
 
 def keep_last(folder: pathlib.Path, number: int) -> None:
     """Delete all but the newest `number` complete checkpoints of a run, and leftovers of saves."""
     for path in list_steps(folder)[:-number]:
-        shutil.rmtree(path)
-    for path in folder.glob(".step_*.partial"):
+        remove_whole(path)
+    for path in folder.glob(f".step_*{UNFINISHED}"):
         shutil.rmtree(path)
 
 
@@ -230,26 +187,62 @@ def _item(stage: Stage) -> str:
     return stage.item or stage.name or "head"
 
 
-def _state_kinds(trainer: Trainer) -> dict[str, list[str]]:
-    """Parameter name -> dtype and shape of each of its optimizer state arrays; none if frozen."""
-    return {
-        name: [f"{spec.dtype}{list(spec.shape)}" for spec in trainer.store.state_specs(name)]
-        for name in trainer.store.parameter_names
-    }
+def _check_is_saved(trainer: Trainer, target: pathlib.Path, record: Mapping[str, Any]) -> None:
+    """Whether a checkpoint holds the trainer's present state, bit for bit.
+
+    Raises:
+      UserError: it holds another one.
+    """
+    saved = read_record(target)
+    same = {name: saved.get(name) for name in record} == dict(record)
+    if same and _of_all_stages(trainer, lambda *_: None) == saved.get("checksums"):
+        return
+    raise UserError(
+        f"{target} holds another state of step {trainer.step_count}, of another run or from before "
+        "this one went back. Nothing was written: give another folder, or move that one away"
+    )
 
 
-def _check_state_kinds(
-    checkpoint: pathlib.Path, saved: Mapping[str, list[str]], wanted: Mapping[str, list[str]]
+def _of_all_stages(
+    trainer: Trainer, use: Callable[[StageArrays, Stage], None]
+) -> dict[str, Mapping[str, int]]:
+    """Checksums of all arrays, each stage's handed to `use` while they are in memory."""
+    sums: dict[str, Mapping[str, int]] = {}
+    with ThreadPoolExecutor(THREADS) as threads:
+
+        def of_stage(stage: Stage) -> Checksums:
+            arrays = read_stage(trainer.store, stage, threads)
+            found = checksums(arrays, threads)
+            use(arrays, stage)
+            return found
+
+        for found in _stage_by_stage(of_stage, trainer, [1] * len(trainer.model.stages())):
+            sums |= found
+    return sums
+
+
+def _of_all_items(
+    trainer: Trainer,
+    checkpoint: pathlib.Path,
+    record: Mapping[str, Any],
+    use: Callable[[HostStore, StageArrays, Executor], None],
 ) -> None:
-    if saved.keys() != wanted.keys():
-        odd = min(saved.keys() ^ wanted.keys())
-        raise UserError(f"{checkpoint} does not fit this model: only one of them has {odd}")
-    for name, kinds in wanted.items():
-        if saved[name] != kinds:
-            raise UserError(
-                f"{checkpoint} holds optimizer state {saved[name]} of {name}, this optimizer keeps "
-                f"{kinds}; resume with the optimizer and the frozen parameters of the saving run"
-            )
+    """Read, verify and hand on the arrays of every stage.
+
+    Raises:
+      UserError: some are not there, not whole, or others.
+    """
+    stages = trainer.model.stages()
+    with ThreadPoolExecutor(THREADS) as threads:
+
+        def of_stage(stage: Stage) -> None:
+            arrays = _load_item(trainer.store, checkpoint, record, stage, threads)
+            use(trainer.store, arrays, threads)
+
+        # What stays on the devices is gathered on its way, beside what has been read.
+        copies = [1 + trainer.store.is_resident(stage.parameter_names()[0]) for stage in stages]
+        for _ in _stage_by_stage(of_stage, trainer, copies):
+            pass
 
 
 def _stage_by_stage(
@@ -271,23 +264,18 @@ def _stage_by_stage(
     )
 
 
-def _save_stage(
-    store: HostStore, folder: pathlib.Path, stage: Stage, threads: Executor
-) -> Checksums:
-    """Write one item; returns its checksums.
+def _write_item(folder: pathlib.Path, stage: Stage, arrays: StageArrays) -> None:
+    """Write the item of a stage.
 
     Raises:
       OSError: the file system refuses.
     """
     item = (folder / _item(stage)).absolute()
-    arrays = read_stage(store, stage, threads)
-    sums = checksums(arrays, threads)
     cut = jax.tree.map(_save_args, arrays)
     try:
         _checkpointer().save(item, args=ocp.args.PyTreeSave(arrays, save_args=cut))
     except (ValueError, RuntimeError) as error:  # TensorStore's, with the system's words inside
         raise OSError(f"{item} cannot be written: {error}") from None
-    return sums
 
 
 def _save_args(array: np.ndarray) -> ocp.SaveArgs:
@@ -313,7 +301,7 @@ def _piece_bytes(shape: Sequence[int], itemsize: int) -> int:
     return math.prod(piece) * itemsize
 
 
-def _load_stage(
+def _load_item(
     store: HostStore,
     checkpoint: pathlib.Path,
     record: Mapping[str, Any],
@@ -344,12 +332,3 @@ def _load_stage(
             f"{item} cannot be read: it is damaged, or of another model. To go on from an earlier "
             f"checkpoint, move {item.parent} away. What was found: {str(error)[:500]}"
         ) from error
-
-
-def _to_json(leaf: np.ndarray) -> dict[str, Any]:
-    return {"dtype": str(leaf.dtype), "shape": list(leaf.shape), "hex": leaf.tobytes().hex()}
-
-
-def _from_json(leaf: Mapping[str, Any]) -> np.ndarray:
-    data = np.frombuffer(bytes.fromhex(leaf["hex"]), np.dtype(leaf["dtype"]))
-    return data.reshape(leaf["shape"]).copy()

@@ -16,7 +16,8 @@ import numpy as np
 import optax
 
 from slidedp_jax.errors import UserError
-from slidedp_jax.leaf_programs import leaf_programs, owner_of
+from slidedp_jax.leaf_programs import LeafProgram, leaf_programs, owner_of
+from slidedp_jax.state_meaning import StateMeaning, digest, leaf_names
 
 
 class DecomposedOptimizer:
@@ -33,6 +34,7 @@ class DecomposedOptimizer:
       idle: per group, whether its program leaves parameters as they are and keeps no state.
       texts: per group, its program, as text in a form of its own.
       shared_text: the same of the state that no parameter owns.
+      meaning: what the state arrays of each parameter are.
 
     Raises:
       UserError: the update of a parameter depends on other parameters.
@@ -69,6 +71,7 @@ class DecomposedOptimizer:
             for group in range(len(texts))
         ]
         self.texts, self.shared_text = texts, shared.text
+        self.meaning = self._meaning(params, programs)
         self._params = self._fewest_parameters(params, texts)
         self.idle = [
             programs[name].reads_value_alone and self._leaves_values(group)
@@ -128,6 +131,20 @@ class DecomposedOptimizer:
         """State of the group's representative."""
         values = jax.ShapeDtypeStruct(self.shape(group), jnp.float32)
         return jax.eval_shape(lambda leaf: self.init(group, leaf), values)
+
+    def _meaning(
+        self, params: Mapping[str, Any], programs: Mapping[str, LeafProgram]
+    ) -> StateMeaning:
+        state = jax.eval_shape(self._transformation.init, dict(params))
+        named: dict[str | None, list[str]] = {name: [] for name in (None, *params)}
+        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
+        for path, name in zip(paths, leaf_names(state), strict=True):
+            named[owner_of(path, params)].append(name)
+        return StateMeaning(
+            names={name: tuple(named[name]) for name in params},
+            programs={name: digest(programs[name].state_text) for name in params},
+            shared=tuple(named[None]),
+        )
 
     def _leaves_values(self, group: int) -> bool:
         """Whether a step changes nothing and keeps no state, for programs that read the value."""

@@ -95,7 +95,7 @@ class DevicePartState:
             own, into = array.addressable_data(piece), out[outer]
             for start in range(0, len(into), _ELEMENTS_AT_ONCE):
                 some = into[start : start + _ELEMENTS_AT_ONCE]
-                some[:] = _cut(own, inner.start + start, len(some))
+                some[:] = cut(own, inner.start + start, len(some), self.layout.block_size)
         return out
 
 
@@ -114,7 +114,20 @@ class _Written:
         return disjoint and sum(self.ranges.values()) == num_elements
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _cut(array: jax.Array, start: int, size: int) -> jax.Array:
-    """A range of one device's share; compiled once per size, not per place."""
-    return jax.lax.dynamic_slice(array, (start,), (size,))
+def cut(array: jax.Array, start: int, size: int, block_size: int) -> jax.Array:
+    """Elements [start, start + size) of one device's share; compiled once per size, not per place.
+
+    Indices of programs are int32, so a place beyond 2^31 is given as a row of blocks and an offset.
+    """
+    rows = len(array) // block_size
+    count = min(rows, -(-size // block_size) + 1)
+    first = min(start // block_size, rows - count)
+    return _cut_rows(array, first, start - first * block_size, count, size, block_size)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4, 5))
+def _cut_rows(
+    array: jax.Array, first: int, offset: int, count: int, size: int, block_size: int
+) -> jax.Array:
+    rows = jax.lax.dynamic_slice(array.reshape(-1, block_size), (first, 0), (count, block_size))
+    return jax.lax.dynamic_slice(rows.reshape(-1), (offset,), (size,))

@@ -108,7 +108,8 @@ class Fences:
         if isinstance(self._failure, TrainingStopped):
             raise self._failure
         if self._failure is not None:
+            cause = str(self._failure) or type(self._failure).__name__
             raise TrainingStopped(
-                f"a step failed: {self._failure}. The state in memory is no longer of one step; go "
-                "on from the last checkpoint."
+                f"a step failed: {cause}. The state in memory is no longer of one step; go on from "
+                "the last checkpoint."
             ) from self._failure

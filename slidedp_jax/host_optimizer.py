@@ -81,14 +81,6 @@ class HostOptimizer:
         sums_on_host: bool,
         tracer: Tracer,
     ):
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm={max_grad_norm}; a positive number, or None for none")
-        if policy == "eager" and (max_grad_norm is not None or guard.skips):
-            raise ValueError(
-                f"eager updates run before the norm is known, so max_grad_norm={max_grad_norm} and "
-                f"on_nonfinite={'skip' if guard.skips else 'stop'!r} cannot both hold; use "
-                "update_policy='deferred', or max_grad_norm=None with on_nonfinite='stop'"
-            )
         self.deferred = policy == "deferred"
         self.shared = list(shared)
         self._store = store
@@ -148,7 +140,8 @@ class HostOptimizer:
         with self._condition:
             self._closed = True
             self._condition.notify()
-        self._thread.join()
+        if threading.current_thread() is not self._thread:  # it may collect a dropped trainer
+            self._thread.join()
 
     def _run(self) -> None:
         while True:
@@ -301,6 +294,22 @@ class HostOptimizer:
         name = next((name for name in names if name is not None), None)
         first = f" The first parameter with a non-finite gradient is {name}." if name else ""
         return f"step {step}: {problem}.{first}{end.name_rows()} {state} {self._guard.advice()}"
+
+
+def check_policy(policy: UpdatePolicy, max_grad_norm: float | None, guard: StepGuard) -> None:
+    """Whether updates can be made by `policy`.
+
+    Raises:
+      ValueError: they cannot, or the limit is no limit.
+    """
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ValueError(f"max_grad_norm={max_grad_norm}; a positive number, or None for none")
+    if policy == "eager" and (max_grad_norm is not None or guard.skips):
+        raise ValueError(
+            f"eager updates run before the norm is known, so max_grad_norm={max_grad_norm} and "
+            f"on_nonfinite={'skip' if guard.skips else 'stop'!r} cannot both hold; use "
+            "update_policy='deferred', or max_grad_norm=None with on_nonfinite='stop'"
+        )
 
 
 def _global_norm(squares: Sequence[Any]) -> np.float32:

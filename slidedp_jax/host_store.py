@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -110,6 +111,9 @@ class HostStore:
         self.chunks = self._allocate(state_dtypes, device_sharding)
         self.whole_state: dict[str, list[jax.Array]] = {}
         self._lock = PageLock(device_sharding.mesh.devices.flat[0])
+        # A range that is still registered when its memory is freed breaks later allocations, so a
+        # store that nobody closes lets go of them too.
+        weakref.finalize(self, self._lock.release).atexit = False
         self.page_locked_bytes = sum(
             self._lock.lock(part.ranges(index))
             for part in self.host_parts

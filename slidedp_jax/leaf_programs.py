@@ -9,7 +9,7 @@ norm, is seen at once.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,18 +45,20 @@ class LeafProgram:
       text: canonical text of the program, equal for parameters that are treated alike.
       reads: names of other parameters whose values, gradients or state it reads.
       reads_value_alone: whether it reads neither a gradient nor any state.
+      state_text: canonical text of what makes the parameter's next state, constants left out.
     """
 
     text: str
     reads: frozenset[str]
     reads_value_alone: bool
+    state_text: str
 
 
-def owner_of(path: Sequence[Any], names: Iterable[str]) -> str | None:
+def owner_of(path: Sequence[Any], names: Container[str]) -> str | None:
     """Name of the parameter to which a leaf of an optimizer state belongs, None if shared."""
     last = path[-1] if path else None
     key = getattr(last, "key", None)
-    return key if isinstance(key, str) and key in set(names) else None
+    return key if isinstance(key, str) and key in names else None
 
 
 def leaf_programs(
@@ -78,11 +80,21 @@ def leaf_programs(
     inputs = [*_roles("parameter", params, params), *_roles("gradient", params, params)]
     inputs += _roles("state", state, params)
     outputs = _interpret(closed.jaxpr, closed.consts, inputs)
-    owners = [owner_of(path, params) for path, _ in _flat(out_shape)]
+    owned: dict[str | None, list[_Node]] = {name: [] for name in (None, *params)}
+    for node, (path, _) in zip(outputs, _flat(out_shape), strict=True):
+        owned[owner_of(path, params)].append(node)
 
     def program(name: str | None, shape: tuple[int, ...]) -> LeafProgram:
-        own = [node for node, owner in zip(outputs, owners, strict=True) if owner == name]
-        return _canonical(own, name, shape)
+        text, numbers = _canonical(owned[name], name, shape)
+        owners = {node.owner for node in numbers} - {None, name}
+        inputs = [node.operation for node in numbers if not node.inputs]
+        state = owned[name][0 if name is None else 1 :]  # a parameter's value comes first
+        return LeafProgram(
+            text=text,
+            reads=frozenset(map(str, owners)),
+            reads_value_alone=not any(what.startswith(("gradient", "state")) for what in inputs),
+            state_text=_canonical(state, name, shape, constants=False)[0],
+        )
 
     programs = {name: program(name, tuple(leaf.shape)) for name, leaf in params.items()}
     return programs, program(None, ())
@@ -129,11 +141,12 @@ def _interpret(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[_Node]) -> li
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _canonical(outputs: Sequence[_Node], name: str | None, shape: tuple[int, ...]) -> LeafProgram:
+def _canonical(
+    outputs: Sequence[_Node], name: str | None, shape: tuple[int, ...], *, constants: bool = True
+) -> tuple[str, dict[_Node, int]]:
     """Number the nodes below `outputs` in order of first use and write them down."""
     numbers: dict[_Node, int] = {}
     lines: list[str] = []
-    reads: set[str] = set()
 
     def visit(root: _Node) -> None:
         stack = [root]
@@ -148,17 +161,15 @@ def _canonical(outputs: Sequence[_Node], name: str | None, shape: tuple[int, ...
                 continue
             numbers[node] = len(numbers)
             owner = "own" if node.owner == name else node.owner
-            if node.owner not in (None, name):
-                reads.add(str(node.owner))
-            params = ",".join(f"{key}={_erase(value, shape)}" for key, value in node.params)
+            told = () if node.operation in ("literal", "const") and not constants else node.params
+            params = ",".join(f"{key}={_erase(value, shape)}" for key, value in told)
             children = [numbers[child] for child in node.inputs]
             lines.append(f"{node.operation}#{node.index}[{params}]{children} {owner}")
 
     for output in outputs:
         visit(output)
     lines.append(f"-> {[numbers[output] for output in outputs]}")
-    others = any(node.operation.startswith(("gradient", "state")) for node in numbers)
-    return LeafProgram(text="\n".join(lines), reads=frozenset(reads), reads_value_alone=not others)
+    return "\n".join(lines), numbers
 
 
 def _erase(value: Any, shape: tuple[int, ...]) -> str:

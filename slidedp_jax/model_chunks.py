@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from models.streamed import StreamedModel
+from planner.chunking import LARGEST_PIECE
 from planner.strategy import Strategy
 from slidedp_jax.chunk import FROZEN, ChunkLayout, lay_out
 from slidedp_jax.errors import UserError
@@ -61,8 +62,21 @@ def chunks_of(
         raise UserError("the optimizer changes no parameter (set_to_zero for all); train some")
     resident = strategy.resident_chunks
     _check_resident(layouts[:resident], treatments)
+    _check_pieces(layouts[resident:])
     layouts[:resident] = [replace(chunk, resident=True) for chunk in layouts[:resident]]
     return layouts, layer_fns
+
+
+def _check_pieces(layouts: Sequence[ChunkLayout]) -> None:
+    """The update's program counts the elements of a piece in int32."""
+    for layout in layouts:
+        for part in layout.trained_parts:
+            if part.piece_size > LARGEST_PIECE:
+                raise UserError(
+                    f"{layout.name} has {part.padded_size:,} parameters on {part.num_pieces} host "
+                    f"devices, each of which can update at most {LARGEST_PIECE:,}; use fewer "
+                    "layers_per_chunk, or more num_host_devices"
+                )
 
 
 def _check_resident(layouts: Sequence[ChunkLayout], treatments: Treatments) -> None:

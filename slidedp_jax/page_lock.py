@@ -46,7 +46,8 @@ class PageLock:
         """Register (address, bytes) ranges; returns the number of bytes registered.
 
         Raises:
-          RuntimeError: the driver refuses (locked-memory limit, not enough memory).
+          RuntimeError: the driver refuses (locked-memory limit, not enough memory); nothing stays
+            registered.
         """
         if self._client is None:
             return 0
@@ -57,6 +58,7 @@ class PageLock:
             try:
                 self._client.dma_map(pointer, num_bytes)
             except Exception as error:
+                self.release()
                 raise RuntimeError(
                     f"page-locking {num_bytes} bytes of host memory failed after {total} bytes: "
                     f"{error}. Raise the locked-memory limit (ulimit -l) or free host memory."

@@ -14,8 +14,9 @@ from jax.sharding import NamedSharding
 from slidedp_jax.device_state import DevicePartState
 from slidedp_jax.elementwise import ElementwiseOptimizer
 from slidedp_jax.host_store import AnyPartState, HostStore, PartState
+from slidedp_jax.kernel_form import RESIDENT_FORM, KernelForm, kernel_form
 from slidedp_jax.treatments import Treatments
-from slidedp_jax.update_kernel import KernelForm, UpdateKernels, choose_form
+from slidedp_jax.update_kernel import UpdateKernels
 from slidedp_jax.whole_parameter import WholeParameterOptimizer, WholeParameterUpdates
 
 
@@ -36,7 +37,7 @@ class PartUpdates:
       store: the training state.
       device_sharding: of the state that stays on the compute devices.
       block_size: elements per block.
-      form: form of the blocked kernel; None measures which is fastest here.
+      form: form of the blocked kernel; None: what `kernel_form` names for this version of JAX.
     """
 
     def __init__(
@@ -48,27 +49,32 @@ class PartUpdates:
         block_size: int,
         form: KernelForm | None,
     ):
-        blocked = [o for o in treatments.optimizers if isinstance(o, ElementwiseOptimizer)]
-        self.form: KernelForm = form or (
-            choose_form(blocked[0], store.sharding, block_size=block_size) if blocked else "whole"
+        self._treatments = treatments
+        self._on_host = functools.partial(
+            UpdateKernels, sharding=store.sharding, block_size=block_size
         )
-        self._kernels: dict[int, UpdateKernels] = {}
         self._resident_kernels: dict[int, UpdateKernels] = {}
         self._whole: dict[int, WholeParameterUpdates] = {}
         for kind, optimizer in enumerate(treatments.optimizers):
             if isinstance(optimizer, WholeParameterOptimizer):
                 self._whole[kind] = WholeParameterUpdates(optimizer, store)
-            else:
-                self._kernels[kind] = UpdateKernels(
-                    optimizer, store.sharding, block_size=block_size, form=self.form
+            elif any(layout.resident for layout in store.layouts):
+                self._resident_kernels[kind] = UpdateKernels(
+                    optimizer, device_sharding, block_size=block_size, form=RESIDENT_FORM
                 )
-                if any(layout.resident for layout in store.layouts):
-                    self._resident_kernels[kind] = UpdateKernels(
-                        optimizer, device_sharding, block_size=block_size, form="whole"
-                    )
+        self.use_form(form or kernel_form(jax.__version__))
+
+    def use_form(self, form: KernelForm) -> None:
+        """Update the host's parts with another form of the kernel from now on."""
+        self.form = form
+        self._kernels = {
+            kind: self._on_host(optimizer, form=form)
+            for kind, optimizer in enumerate(self._treatments.optimizers)
+            if isinstance(optimizer, ElementwiseOptimizer)
+        }
         # For what concerns no kind; its programs are compiled when they are used.
-        self._common = next(iter(self._kernels.values()), None) or UpdateKernels(
-            treatments.no_blocks(), store.sharding, block_size=block_size, form=self.form
+        self._common = next(iter(self._kernels.values()), None) or self._on_host(
+            self._treatments.no_blocks(), form=form
         )
 
     def _kernels_of(self, part: AnyPartState) -> UpdateKernels:

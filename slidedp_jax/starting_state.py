@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,8 +19,18 @@ from slidedp_jax.host_store import HostStore
 from slidedp_jax.transfers import reserve_pinned
 from slidedp_jax.treatments import Treatments
 
-Parameters = Mapping[str, np.ndarray] | Callable[[Callable[[str, np.ndarray], None]], Any]
-"""Starting weights: by full name, or a function that is handed `write(name, array)`."""
+
+class ToBeRestored:
+    """Starting weights that a checkpoint will bring: until then the trainer refuses to work."""
+
+
+TO_BE_RESTORED = ToBeRestored()
+
+Parameters = (
+    Mapping[str, np.ndarray] | Callable[[Callable[[str, np.ndarray], None]], Any] | ToBeRestored
+)
+"""Starting weights: by full name, a function that is handed `write(name, array)`, or
+`TO_BE_RESTORED`."""
 
 
 def make_state(
@@ -44,7 +54,7 @@ def make_state(
       strategy: dtype and gradient route.
       host_devices: CPU devices over which the state is sharded.
       device_sharding: over the compute devices.
-      parameters: starting weights; None for random ones.
+      parameters: starting weights; None for the model's initial values.
       seed: of those.
       for_training: make page-locked memory for gradients.
 
@@ -60,11 +70,15 @@ def make_state(
     )
     devices = list(device_sharding.mesh.devices.flat)
     regions = gradient_regions(layouts, strategy, len(devices)) if for_training else ()
-    with ThreadPoolExecutor(1) as pool:
-        # Page-locking is the driver's work and goes on beside the reading of the weights.
-        reserved = pool.submit(reserve_pinned, regions, devices[0])
-        _write(store, model, parameters, seed)
-        reserved.result()
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            # Page-locking is the driver's work and goes on beside the reading of the weights.
+            reserved = pool.submit(reserve_pinned, regions, devices[0])
+            _write(store, model, parameters, seed)
+            reserved.result()
+    except BaseException:
+        store.close()
+        raise
     return store
 
 
@@ -106,15 +120,39 @@ def _write(
     if parameters is None:
         store.fill(lambda name, shape: model.initial_value(name, shape, seed))
     elif isinstance(parameters, Mapping):
-        missing = store.shapes.keys() - parameters.keys()
-        unknown = parameters.keys() - store.shapes.keys()
-        if missing or unknown:
-            raise UserError(
-                f"the starting weights lack {len(missing)} parameters (such as "
-                f"{min(missing, default='none')}) and have {len(unknown)} that the model does not "
-                f"have (such as {min(unknown, default='none')})"
-            )
+        _check_names(store, parameters.keys())
         for name, values in parameters.items():
             store.write(name, np.asarray(values))
-    else:
-        parameters(store.write)
+    elif not isinstance(parameters, ToBeRestored):
+        written: set[str] = set()
+
+        def write(name: str, values: np.ndarray) -> None:
+            store.write(name, values)
+            written.add(name)
+
+        parameters(write)
+        _check_names(store, written)
+
+
+def check_parameters(parameters: object) -> None:
+    """Whether starting weights are of a kind that can be read, before anything is made.
+
+    Raises:
+      UserError: they are not.
+    """
+    kinds = Mapping | Callable | ToBeRestored | None
+    if not isinstance(parameters, kinds):
+        raise UserError(
+            f"parameters={parameters!r}; pass a mapping from full name to array, a function that "
+            "is handed write(name, array), or None for the model's own values"
+        )
+
+
+def _check_names(store: HostStore, names: Set[str]) -> None:
+    missing, unknown = store.shapes.keys() - names, names - store.shapes.keys()
+    if missing or unknown:
+        raise UserError(
+            f"the starting weights lack {len(missing)} parameters (such as "
+            f"{min(missing, default='none')}) and have {len(unknown)} that the model does not "
+            f"have (such as {min(unknown, default='none')})"
+        )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,21 +22,37 @@ from slidedp_jax.chunk import ChunkLayout
 from slidedp_jax.compute import ComputePrograms
 from slidedp_jax.errors import UserError
 from slidedp_jax.fences import Fences
-from slidedp_jax.host_optimizer import HostOptimizer
+from slidedp_jax.host_optimizer import HostOptimizer, check_policy
+from slidedp_jax.host_store import HostStore
+from slidedp_jax.kernel_form import KernelForm, check_form
 from slidedp_jax.metrics import StepMetrics, mean_loss
 from slidedp_jax.model_chunks import chunks_of, trained_shapes
 from slidedp_jax.part_updates import PartUpdates
 from slidedp_jax.pipeline import GradientSink, Pipeline, StepOutputs
 from slidedp_jax.process import current_setup
 from slidedp_jax.routes import DATA_AXIS, Gradient, GradientPath, weight_path
-from slidedp_jax.starting_state import Parameters, check_host_devices, make_state
+from slidedp_jax.starting_state import (
+    Parameters,
+    ToBeRestored,
+    check_host_devices,
+    check_parameters,
+    make_state,
+)
 from slidedp_jax.step_guard import NonfinitePolicy, StepEnd, StepGuard
 from slidedp_jax.trace import Tracer
 from slidedp_jax.treatments import Treatments
-from slidedp_jax.update_kernel import KernelForm
 from slidedp_jax.weight_window import StreamedWeights, WeightSource
 
 _LOG = logging.getLogger(__name__)
+
+
+_TO_RESTORE = (
+    "the trainer was made with TO_BE_RESTORED and has no weights yet; restore a checkpoint first"
+)
+_HALF_RESTORED = (
+    "restoring a checkpoint failed after everything had been judged, so the state is of neither "
+    "step; restore a checkpoint again"
+)
 
 
 class Trainer:
@@ -48,7 +66,8 @@ class Trainer:
         array.
       strategy: chunking, routes and policies, as planned by `slidedp_jax.planning`.
       parameters: starting weights: a mapping from full name to array, a function that is called
-        with `write(name, array)`, or None for `model.initial_value`.
+        with `write(name, array)` and writes all of them, None for `model.initial_value`, or
+        `slidedp_jax.TO_BE_RESTORED` where a checkpoint is restored next.
       frozen: shell-style patterns of full names (`model.embed_tokens.*`); these parameters stay as
         they are and have no gradients, no optimizer state and no part in the norm.
       ema_decay: keep a moving average of the weights in host memory, 4 bytes per parameter
@@ -60,7 +79,8 @@ class Trainer:
       max_consecutive_skips: bad steps in a row that are skipped; the next one stops training.
       documents_per_row: most documents that any packed row will hold; fewer than occur costs
         compilations, not correctness.
-      kernel_form: form of the update kernel; None measures which is faster here.
+      kernel_form: form of the update kernel (`slidedp_jax.kernel_form`), which decides the last bit
+        of results; None: the one known to be fastest, and a restored checkpoint's.
       num_devices: compute devices to use, the first ones of this process; None means all.
       inference_only: `step` will not be called, so no memory is page-locked for gradients.
       tracer: takes note of what each lane does.
@@ -94,7 +114,16 @@ class Trainer:
         self.strategy = strategy
         self.model = model
         self.step_count = 0
+        guard = StepGuard(
+            on_nonfinite=on_nonfinite,
+            max_loss=max_loss,
+            max_consecutive_skips=max_consecutive_skips,
+        )
+        check_policy(strategy.update_policy, max_grad_norm, guard)
+        check_parameters(parameters)
+        check_form(kernel_form)
         self._closed = False
+        self._lacking = _TO_RESTORE if isinstance(parameters, ToBeRestored) else ""
         self._inference_only = inference_only
         self._documents_per_row = documents_per_row
         self._seed = seed
@@ -123,37 +152,40 @@ class Trainer:
             seed=seed,
             for_training=not inference_only,
         )
-        updates = self._start_updates(treatments, kernel_form)
-        self._make_pipeline(layouts, layer_fns)
-        self._updates = HostOptimizer(
-            self.store,
-            self._fences,
-            updates,
-            treatments.initial_shared(),
-            policy=strategy.update_policy,
-            max_grad_norm=max_grad_norm,
-            guard=StepGuard(
-                on_nonfinite=on_nonfinite,
-                max_loss=max_loss,
-                max_consecutive_skips=max_consecutive_skips,
-            ),
-            sums_on_host=self._gradients.sums_on_host,
-            tracer=self._tracer,
-        )
+        try:
+            self._start_updates(treatments, kernel_form)
+            self._make_pipeline(layouts, layer_fns)
+            self._updates = HostOptimizer(
+                self.store,
+                self._fences,
+                self._part_updates,
+                treatments.initial_shared(),
+                policy=strategy.update_policy,
+                max_grad_norm=max_grad_norm,
+                guard=guard,
+                sums_on_host=self._gradients.sums_on_host,
+                tracer=self._tracer,
+            )
+        except BaseException:
+            self.store.close()
+            raise
+        # A trainer that is dropped without `close` leaves neither thread nor page locks behind.
+        self._free = weakref.finalize(self, _free, self._updates, self.store)
+        self._free.atexit = False
 
-    def _start_updates(self, treatments: Treatments, kernel_form: KernelForm | None) -> PartUpdates:
+    def _start_updates(self, treatments: Treatments, kernel_form: KernelForm | None) -> None:
         """The compiled updates; every part's optimizer state is initialised."""
-        updates = PartUpdates(
+        self.optimizer_state = treatments.state
+        self._form_is_stated = kernel_form is not None
+        self._part_updates = PartUpdates(
             treatments,
             self.store,
             device_sharding=self._device_sharding,
             block_size=self.strategy.block_size,
             form=kernel_form,
         )
-        self.kernel_form = updates.form
         for part in self.store.parts:
-            updates.init(part)
-        return updates
+            self._part_updates.init(part)
 
     def _make_pipeline(self, layouts: Sequence[ChunkLayout], layer_fns: Sequence[Any]) -> None:
         """What moves weights and gradients, and the programs and order of the devices' work."""
@@ -204,24 +236,25 @@ class Trainer:
         prepared = self.prepare(batch, training=True)
         step = self.step_count + 1
         self.weights.require(self.step_count)
-        try:
+        try:  # until its end is handed over, nothing but a failure would end the step's updates
             outputs = self.forward_backward(
                 self.weights,
                 prepared,
                 lambda chunk, wires: self._updates.submit(step, chunk, self.send(chunk, wires)),
             )
+            loss = functools.partial(mean_loss, outputs.losses, prepared.num_supervised)
+            end = StepEnd(squares=outputs.squares, loss=loss, row_ids=prepared.row_ids)
+            self.step_count = step
+            update = self._updates.end_backward(step, end)
         except BaseException as error:
             self._fences.fail(error)
             raise
-        self.step_count = step
-        loss = functools.partial(mean_loss, outputs.losses, prepared.num_supervised)
-        end = StepEnd(squares=outputs.squares, loss=loss, row_ids=prepared.row_ids)
         return StepMetrics(
             step=step,
             losses=outputs.losses,
             num_supervised=prepared.num_supervised,
             num_tokens=prepared.num_tokens,
-            update=self._updates.end_backward(step, end),
+            update=update,
         )
 
     def forward_backward(
@@ -237,11 +270,25 @@ class Trainer:
         return self._gradients.send(wires, self.store.layouts[chunk])
 
     def evaluate(self, batch: Mapping[str, np.ndarray]) -> tuple[float, int]:
-        """Mean loss of a batch's supervised tokens under the current weights, and their number."""
+        """Mean loss of a batch's supervised tokens under the current weights, and their number.
+
+        If it fails or is interrupted, the trainer is as it was.
+        """
         prepared = self.prepare(batch)
-        self.weights.require(self.step_count)
-        losses = self._pipeline.losses(self.weights, self._place(prepared))
+        with self._reading_weights():
+            losses = self._pipeline.losses(self.weights, self._place(prepared))
         return mean_loss(losses, prepared.num_supervised), prepared.num_supervised
+
+    @contextlib.contextmanager
+    def _reading_weights(self) -> Iterator[None]:
+        """A pass under the current weights that changes nothing, not even when it fails."""
+        self.require_weights()
+        self.weights.require(self.step_count)
+        try:
+            yield
+        except BaseException:
+            self.weights.abandon()
+            raise
 
     def next_logits(
         self,
@@ -262,13 +309,9 @@ class Trainer:
           Logits of the token after the last one, float32 [R, V].
         """
         rows = NamedSharding(self._mesh, PartitionSpec(DATA_AXIS))
-        batch, last = jax.device_put((dict(batch), last), rows)
-        self.weights.require(self.step_count)
-        try:
+        with self._reading_weights():
+            batch, last = jax.device_put((dict(batch), last), rows)
             logits = self._pipeline.next_logits(self.weights, layer_fns, batch, last, caches)
-        except BaseException as error:
-            self._fences.fail(error)
-            raise
         return np.asarray(logits)
 
     def init_caches(self, num_rows: int, capacity: int) -> list[Cache]:
@@ -287,6 +330,7 @@ class Trainer:
 
     def parameters(self) -> dict[str, np.ndarray]:
         """All master weights, float32 copies by full name; waits for pending updates."""
+        self.require_weights()
         self.wait()
         return {name: self.store.read(name) for name in self.store.parameter_names}
 
@@ -316,6 +360,37 @@ class Trainer:
         self._updates.resume(shared)
         self._fences.reset(step)
         self.step_count = step
+        self._lacking = ""
+
+    @contextlib.contextmanager
+    def replacing_state(self) -> Iterator[None]:
+        """For whoever writes all of the state; unless that ends well, there are no weights."""
+        self.wait()
+        self._lacking = self._lacking or _HALF_RESTORED
+        yield
+        self._lacking = ""
+
+    @property
+    def kernel_form(self) -> KernelForm:
+        """Form of the update kernel in use."""
+        return self._part_updates.form
+
+    def take_kernel_form(self, form: KernelForm) -> None:
+        """Go on with the form that a checkpoint was made with.
+
+        Raises:
+          UserError: another one was stated.
+        """
+        if form == self.kernel_form:
+            return
+        if self._form_is_stated:
+            raise UserError(
+                f"the checkpoint was made with the update kernel {form!r}, this trainer was told "
+                f"to use {self.kernel_form!r}, whose results differ in the last bit; leave "
+                "kernel_form out"
+            )
+        self.wait()
+        self._part_updates.use_form(form)
 
     def wait(self) -> None:
         """Block until every update of the steps so far is committed."""
@@ -327,11 +402,25 @@ class Trainer:
         if self._closed:
             raise UserError("the trainer is closed, and its host state with it")
 
+    def require_weights(self) -> None:
+        """Raise unless there is a state to use.
+
+        Raises:
+          UserError: the trainer is closed, or a checkpoint has to be restored first.
+        """
+        self._check_open()
+        if self._lacking:
+            raise UserError(self._lacking)
+
+    @property
+    def holds_weights(self) -> bool:
+        """Whether there are weights, which a failed restore would lose."""
+        return not self._lacking
+
     def close(self) -> None:
         """Finish pending updates, end the update thread and free the host state."""
         self._closed = True
-        self._updates.close()
-        self.store.close()
+        self._free()
 
     def __enter__(self) -> Trainer:
         return self
@@ -344,7 +433,7 @@ class Trainer:
 
         For training, the rows of a model that draws random numbers carry the next step's seeds.
         """
-        self._check_open()
+        self.require_weights()
         draws = training and self.model.random
         return prepare(
             batch,
@@ -362,6 +451,11 @@ class Trainer:
 
     def _scalar(self, value: float) -> jax.Array:
         return jax.device_put(np.float32(value), NamedSharding(self._mesh, PartitionSpec()))
+
+
+def _free(updates: HostOptimizer, store: HostStore) -> None:
+    updates.close()
+    store.close()
 
 
 def _warn_of_whole_parameters(treatments: Treatments) -> None:

@@ -7,6 +7,7 @@ Groups of parameters with the same kind of update and the same state lie togethe
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import optax
 
@@ -29,6 +30,7 @@ class Treatments:
       optimizers: the update of each kind.
       kinds: parameter name -> kind, `FROZEN` where the transformation changes nothing.
       groups: parameter name -> group within its kind.
+      state: what the state arrays of each parameter are.
 
     Raises:
       UserError: the update of a parameter depends on other parameters.
@@ -43,8 +45,11 @@ class Treatments:
     ):
         taken_apart = DecomposedOptimizer(transformation, shapes)
         idle = {name for name, group in taken_apart.groups.items() if taken_apart.idle[group]}
+        # An average is made of whatever the weights have become, by any program.
+        programs = taken_apart.meaning.programs
         if ema_decay is not None:
             taken_apart = DecomposedOptimizer(with_average(transformation, ema_decay), shapes)
+        self.state = replace(taken_apart.meaning, programs=programs)
         self._taken_apart = taken_apart
         self.initial_shared = taken_apart.initial_shared
         self.advance_shared = taken_apart.advance_shared

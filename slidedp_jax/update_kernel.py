@@ -12,16 +12,15 @@ compute the same update:
 - `whole`: the piece as one array expression, the fastest form of JAX 0.10, where multi-output
   fusion halves its memory traffic.
 
-Which is fastest is measured (`choose_form`), not guessed from a version. Their results may differ
-in the last bit, because XLA contracts multiplications and additions per fusion; a run keeps one.
+Their results may differ in the last bit, because XLA contracts multiplications and additions per
+fusion; `kernel_form` says which one runs, and a run keeps it.
 """
 
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,9 +29,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from slidedp_jax.chunk import FlatLayout, block_groups_array
 from slidedp_jax.elementwise import ElementwiseOptimizer
+from slidedp_jax.kernel_form import KernelForm, check_form
 from slidedp_jax.split_float import join
-
-KernelForm = Literal["blocked", "fused", "whole"]
 
 _REPLICATED = PartitionSpec()
 
@@ -55,8 +53,7 @@ class UpdateKernels:
         block_size: int,
         form: KernelForm,
     ):
-        if form not in get_args(KernelForm):
-            raise ValueError(f"form={form!r}; allowed: {get_args(KernelForm)}")
+        check_form(form)
         self.form = form
         self._optimizer = optimizer
         self._sharding = sharding
@@ -218,60 +215,6 @@ class UpdateKernels:
             arrays = jax.lax.fori_loop(start, end, functools.partial(body, group), arrays)
             start = end
         return arrays
-
-
-def choose_form(
-    optimizer: ElementwiseOptimizer,
-    sharding: NamedSharding,
-    *,
-    block_size: int,
-    elements_per_device: int = 1 << 20,
-) -> KernelForm:
-    """Time all forms on a small state on this machine and return the fastest one."""
-    num_devices = sharding.mesh.size
-    # Few blocks where they are small: a form that copies its arrays per block would take minutes.
-    blocks = min(64, max(1, elements_per_device // block_size)) * num_devices
-    layout = FlatLayout(
-        name="timing",
-        slots=(),
-        block_size=block_size,
-        num_pieces=num_devices,
-        block_groups=(0,) * blocks,
-    )
-    times: dict[KernelForm, float] = {}
-    for form in get_args(KernelForm):
-        kernels = UpdateKernels(optimizer, sharding, block_size=block_size, form=form)
-        best = min(times.values(), default=np.inf)
-        times[form] = _time_update(kernels, layout, sharding, optimizer, give_up_s=3 * best)
-    return min(times, key=lambda form: times[form])
-
-
-def _time_update(
-    kernels: UpdateKernels,
-    layout: FlatLayout,
-    sharding: NamedSharding,
-    optimizer: ElementwiseOptimizer,
-    *,
-    give_up_s: float,
-) -> float:
-    """Seconds of the best of three updates after one that compiles; of fewer if hopeless."""
-    size = layout.padded_size
-    dtypes = (jnp.bfloat16, jnp.int16, *optimizer.state_dtypes)
-    arrays: Sequence[jax.Array] = [
-        jax.jit(lambda dtype=dtype: jnp.zeros(size, dtype), out_shardings=sharding)()
-        for dtype in dtypes
-    ]
-    gradient = jax.jit(lambda: jnp.ones(size, jnp.bfloat16), out_shardings=sharding)()
-    shared = kernels.place_shared(optimizer.initial_shared())
-    seconds = []
-    for _ in range(4):
-        start = time.perf_counter()
-        started = kernels.start_update(layout, arrays, [gradient], shared, 0.0, np.inf)
-        arrays = jax.block_until_ready(started)
-        seconds.append(time.perf_counter() - start)
-        if len(seconds) > 1 and seconds[-1] > give_up_s:
-            break
-    return min(seconds[1:])
 
 
 def _in_device_space(tree: Any) -> Any:

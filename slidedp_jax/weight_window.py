@@ -6,6 +6,8 @@ A chunk is fetched for step n + 1 only when its version n is committed (`fences`
 
 from __future__ import annotations
 
+import collections
+import contextlib
 from typing import Any, Protocol
 
 import jax
@@ -54,6 +56,7 @@ class StreamedWeights:
         self._fields = (0, 1) if with_low else (0,)
         self._tracer = tracer
         self._arriving: dict[int, FetchedChunk] = {}
+        self._open: collections.Counter[int] = collections.Counter()
         self._version = 0
         self.bytes_fetched = 0
 
@@ -84,10 +87,29 @@ class StreamedWeights:
 
     def release(self, chunk: int) -> None:
         """The chunk's copy is known to be complete, since programs that used it are."""
+        self._open[chunk] -= 1
         self._fences.end_copy(chunk)
+
+    def abandon(self) -> None:
+        """End a pass that failed and that changes nothing, so that others can go on.
+
+        Nobody uses what it had fetched, so updates may write where copies that are not complete yet
+        read. If even this is interrupted, the fences fail, and nobody waits for ever.
+        """
+        try:
+            with contextlib.suppress(RuntimeError, ValueError):  # copies that failed themselves
+                jax.block_until_ready(list(self._arriving.values()))
+            self._arriving.clear()
+            for chunk in +self._open:
+                while self._open[chunk]:
+                    self.release(chunk)
+        except BaseException as error:
+            self._fences.fail(error)
+            raise
 
     def _fetch(self, chunk: int) -> None:
         self._fences.begin_copy(chunk)
+        self._open[chunk] += 1
         with self._tracer.span("h2d", f"upload {self._store.layouts[chunk].name}"):
             self._arriving[chunk] = tuple(
                 tuple(self._fetch_field(part, field) for field in self._fields)

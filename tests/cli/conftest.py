@@ -13,14 +13,6 @@ def inputs(tmp_path_factory) -> Inputs:
     )
 
 
-@pytest.fixture(scope="session", autouse=True)
-def one_kernel_form():
-    """Runs are compared bit by bit; the form is otherwise chosen by measuring."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("slidedp_jax.part_updates.choose_form", lambda *_, **__: "whole")
-        yield
-
-
 @pytest.fixture(scope="session")
 def straight(inputs, tmp_path_factory):
     """Twelve steps in one go, all checkpoints kept, and the export."""

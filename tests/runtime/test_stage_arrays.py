@@ -121,12 +121,13 @@ def test_stages_under_way_take_no_more_memory_than_two_neighbours(
             name: size * (2 if number < resident_chunks else 1)
             for number, (name, size) in enumerate(saved.items())
         }
-        for name, work, sizes in (("_save_stage", save, saved), ("_load_stage", restore, read)):
+        for name, work, sizes in (("_write_item", save, saved), ("_load_item", restore, read)):
             watch = Watch(sizes)
             with monkeypatch.context() as patch:
                 patch.setattr(checkpoint, name, watch.around(getattr(checkpoint, name)))
                 work(it, *((tmp_path, {}) if work is save else list_steps(tmp_path)))
-            assert len(watch.together) == len(sizes)
+            # A restore reads twice where there are weights that it must not spoil.
+            assert len(watch.together) == len(sizes) * (1 if work is save else 2)
             assert all(sum(some) <= limit or len(some) == 1 for some in watch.together)
             assert max(map(len, watch.together)) > 1
 
@@ -159,7 +160,7 @@ def test_changed_values_in_a_checkpoint_are_noticed(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[]", "lacks ema_decay, extra, format"),
+        ("[]", "is damaged: it holds a list"),
         ('{"format": 2}', "lacks ema_decay, extra"),
         ('{"format": 1}', "has format 1, this version reads 2"),
         ("{", "is damaged"),

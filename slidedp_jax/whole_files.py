@@ -1,0 +1,60 @@
+"""Files and folders that are there whole or not at all, whenever a process or a disk ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import shutil
+import tempfile
+
+UNFINISHED = ".partial"
+"""Ends the names of what is being written or removed; they begin with a dot."""
+
+
+def write_whole(path: pathlib.Path, text: str) -> None:
+    """Replace a file in one instant: until then the old one stays, byte for byte.
+
+    Raises:
+      OSError: the file system refuses; the message names `path`.
+    """
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=UNFINISHED, dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        pathlib.Path(name).chmod(0o666 & ~_umask())
+        os.replace(name, path)
+    except OSError as error:
+        raise OSError(error.errno, f"{path} cannot be written: {error.strerror}") from error
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+    sync_folder(path.parent)
+
+
+def remove_whole(folder: pathlib.Path) -> None:
+    """Remove a folder so that what is left of it after a cut has another, hidden name."""
+    hidden = folder.with_name(f".{folder.name}.removed{UNFINISHED}")
+    shutil.rmtree(hidden, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):
+        folder.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def sync_folder(folder: pathlib.Path) -> None:
+    """Force the names in a folder to disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:  # some network file systems cannot
+        pass
+    finally:
+        os.close(descriptor)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
