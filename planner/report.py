@@ -119,6 +119,11 @@ def notes(plan: Plan) -> list[str]:
             f"{hardware.pinned_pool_limit_bytes / GIB:.0f} GiB: set "
             f"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={need:.0f} or more before JAX starts"
         )
+    found += [
+        f"{limit.name}: the plan needs {size_text(limit.need_bytes)}, "
+        f"{size_text(limit.have_bytes)} can be had now: it must not become less"
+        for limit in plan.limits(memory)
+    ]
     rows = hardware.num_devices * strategy.num_microbatches * strategy.rows_per_microbatch
     if rows != plan.batch.num_rows:
         found.append(

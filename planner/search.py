@@ -32,6 +32,10 @@ NEARLY = 1.01
 SMALL_LOSS_CHUNK_TOKENS, LARGE_LOGITS = 1024, 0.1
 """A loss chunk that is small, and from which share of a device's memory on logits are large."""
 
+TOLERATED = 1.05
+"""What a strategy that has run before may need of what is free now: that differs from start to
+start. Beyond, something else has taken it."""
+
 NUM_REFINED = 2
 """Best strategies for which state on the devices is tried in any case."""
 
@@ -84,6 +88,7 @@ def plan(
     choices: Choices | None = None,
     keep_activations: bool | None = None,
     resident_state: bool | None = None,
+    strategy: Strategy | None = None,
 ) -> Plan:
     """Pick the strategy with the shortest predicted step within the budgets.
 
@@ -102,6 +107,8 @@ def plan(
       resident_state: let the training state of the lowest chunks stay on the devices where that
         makes a step faster, or is needed for the rest to fit the host; the devices then sum the
         gradients. None: on devices with memory of their own.
+      strategy: what has been decided, for example by an earlier run: it is costed, nothing else is
+        tried, and `choices` and the policies above are not looked at.
 
     Raises:
       PlanError: the request is contradictory, or nothing fits. All limits are listed.
@@ -115,6 +122,8 @@ def plan(
         device_budget_bytes=_or(device_budget_bytes, hardware.device_memory_bytes),
         host_budget_bytes=_or(host_budget_bytes, hardware.host_memory_bytes),
     )
+    if strategy is not None:
+        return _decided(job, strategy)
     _check_request(job, choices, update_policy, compute_dtype, resident_state or False)
     if resident_state:  # the devices update it from gradients that they sum
         choices = replace(choices, gradient_route="reduce_scatter")
@@ -138,6 +147,26 @@ def plan(
         roomier = SMALL_LOSS_CHUNK_TOKENS if choices.loss_chunk_tokens is None else None
         ranked = _with_spare_memory(job, ranked, fitting, keep_activations, roomier)
     return _as_plan(job, ranked, misfits)
+
+
+def _decided(job: Job, strategy: Strategy) -> Plan:
+    """A plan without a search."""
+    alternative = job.alternative(strategy)
+    limits = job.limits(alternative.memory)
+    if any(limit.need_bytes > TOLERATED * limit.have_bytes for limit in limits):
+        lines = [f"- {limit.describe()}." for limit in limits]
+        raise PlanError(
+            "\n".join(
+                [
+                    f"{job.workload.name}: the strategy that the run is to go on with does not fit "
+                    f"{job.hardware.num_devices} x {job.hardware.name} as it is now:",
+                    *lines,
+                    "Free that memory, or state a budget (device_memory_budget, "
+                    "host_memory_budget): then it is planned anew.",
+                ]
+            )
+        )
+    return _as_plan(job, [alternative], [])
 
 
 def _as_plan(

@@ -112,6 +112,9 @@ class TrainArguments:
     )
     weight_route: WeightRoute | None = _setting("devices", "replicate or shard_all_gather", None)
     gradient_route: GradientRoute | None = _setting("devices", "reduce_scatter or host_sum", None)
+    plan_from: str | None = _setting(
+        "devices", "run.json of another run, whose strategy is taken for the same bits", None
+    )
     compilation_cache: str | None = _setting(
         "devices", "folder for compiled programs, null for none; auto: user's cache, on GPUs", AUTO
     )

@@ -102,11 +102,15 @@ def save(trainer: Trainer, folder: pathlib.Path, extra: Mapping[str, Any]) -> pa
     unfinished = folder / f".{target.name}{UNFINISHED}"
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    record["checksums"] = _of_all_stages(
-        trainer, lambda arrays, stage: _write_item(unfinished, stage, arrays)
-    )
-    write_record(unfinished, record)
-    unfinished.rename(target)
+    try:
+        record["checksums"] = _of_all_stages(
+            trainer, lambda arrays, stage: _write_item(unfinished, stage, arrays)
+        )
+        write_record(unfinished, record)
+        unfinished.rename(target)
+    except BaseException:  # what is left would keep a full disk full
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
     sync_folder(folder)
     return target
 

@@ -6,7 +6,7 @@ Needs no GPU and no more memory than one stage of the model.
 from __future__ import annotations
 
 import argparse
-import json
+import dataclasses
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -52,6 +52,8 @@ def export_checkpoint(
     configure(platform="cpu", num_devices=1, num_host_devices=1)
     from models.decoder import build
     from slidedp_jax.checkpoint import list_steps, read_parameter_arrays, read_record
+    from slidedp_jax.checkpoint_record import check_configuration
+    from slidedp_jax.run_record import read_run
 
     checkpoint = checkpoint.resolve()
     root = checkpoint
@@ -65,15 +67,17 @@ def export_checkpoint(
         checkpoint = steps[-1]
     else:
         root = checkpoint.parent.parent
-    if read_record(checkpoint)["ema_decay"] is None and averaged:
+    record = read_record(checkpoint)
+    if record["ema_decay"] is None and averaged:
         raise UserError(f"{checkpoint} holds no moving average; train with --ema_decay 0.999")
     if source is None:
-        record = root / "run.json"
-        if not record.is_file():
+        previous, _ = read_run(root, checkpoint)
+        if previous is None:
             raise UserError(f"{root} has no run.json; name the source with --model_name_or_path")
-        source = json.loads(record.read_text())["arguments"]["model_name_or_path"]
+        source = str(previous["arguments"]["model_name_or_path"])
     folder = resolve_model_folder(source)
     config = read_config(folder)
+    check_configuration(checkpoint, record, dataclasses.asdict(config))
     stages = {name: s for s in build(config).stages() for name in s.parameter_names()}
     loaded: dict[str, np.ndarray] = {}
 

@@ -14,7 +14,7 @@ from planner.hardware import PRESETS, ComputeDtype, HardwareProfile
 from planner.host_memory import available_host_memory
 from planner.memory import ADAMW_STATE_BYTES
 from planner.search import Plan, plan
-from planner.strategy import UpdatePolicy
+from planner.strategy import Strategy, UpdatePolicy
 from planner.workload import BatchShape, Workload
 from slidedp_jax.errors import UserError
 from slidedp_jax.process import current_setup
@@ -78,6 +78,7 @@ def plan_for(
     keep_activations: bool | None = None,
     resident_state: bool | None = None,
     hardware: HardwareProfile | None = None,
+    strategy: Strategy | None = None,
 ) -> Plan:
     """The fastest strategy for this process's devices that fits the budgets.
 
@@ -101,9 +102,10 @@ def plan_for(
         a step faster, or the host has no room for it; None: on GPUs. Only for element-wise
         optimizers (not Muon, not Adafactor).
       hardware: another machine; None means this one.
+      strategy: what has been decided, such as that of a run that is resumed; None: the fastest.
 
     Raises:
-      UserError: nothing fits; every limit is listed.
+      UserError: nothing fits, or not the strategy; every limit is listed.
     """
     choices = choices or Choices()
     if hardware is None:
@@ -127,6 +129,7 @@ def plan_for(
             choices=choices,
             keep_activations=keep_activations,
             resident_state=resident_state,
+            strategy=strategy,
         )
     except PlanError as error:
         raise UserError(str(error)) from error

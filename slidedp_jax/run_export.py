@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-import shutil
 from collections.abc import Callable
 
 import numpy as np
@@ -13,6 +12,7 @@ from slidedp_jax.arguments import TrainArguments
 from slidedp_jax.run_folder import RunFolder
 from slidedp_jax.run_setup import RunInputs
 from slidedp_jax.trainer import Trainer
+from slidedp_jax.whole_files import UNFINISHED, remove_whole
 
 _MARKER = "slidedp_jax_step"
 
@@ -25,18 +25,21 @@ def export_run(
     targets: dict[pathlib.Path, Callable[[str], np.ndarray]] = {folder.export: trainer.store.read}
     if args.ema_decay is not None:
         targets[folder.export_ema] = trainer.read_average
+    content = f"{trainer.step_count} {args.export_dtype}"
     for path, read in targets.items():
         marker = path / _MARKER
-        if marker.is_file() and marker.read_text() == str(trainer.step_count):
+        if marker.is_file() and marker.read_text() == content:
             continue
-        shutil.rmtree(path, ignore_errors=True)
         template = args.chat_template_path
+        fresh = path.with_name(f".{path.name}{UNFINISHED}")
         export(
-            path,
+            fresh,
             inputs.folder,
             inputs.config.parameter_shapes(),
             read,
             dtype=args.export_dtype,
             chat_template=pathlib.Path(template).read_text() if template else None,
         )
-        marker.write_text(str(trainer.step_count))
+        (fresh / _MARKER).write_text(content)
+        remove_whole(path)  # not before the new one is complete
+        fresh.rename(path)

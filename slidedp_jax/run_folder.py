@@ -6,12 +6,16 @@ import dataclasses
 import json
 import pathlib
 import shutil
+from collections.abc import Mapping
 from typing import Any
 
 from slidedp_jax.arguments import TrainArguments
 from slidedp_jax.checkpoint import list_steps
 from slidedp_jax.errors import UserError
+from slidedp_jax.replaced_run import ReplacedRun
 from slidedp_jax.run_lock import RunLock
+from slidedp_jax.run_record import NAME, read_run, write_run
+from slidedp_jax.whole_files import UNFINISHED, write_whole
 
 _MAY_CHANGE = frozenset(
     {
@@ -52,6 +56,7 @@ _MAY_CHANGE = frozenset(
         "on_nonfinite",
         "max_loss",
         "max_consecutive_skips",
+        "plan_from",
     }
 )
 """Settings that a resumed run may have otherwise than the run that it continues."""
@@ -59,11 +64,23 @@ _MAY_CHANGE = frozenset(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunFolder:
-    """Paths of a run and the checkpoint to go on from."""
+    """Paths of a run and the checkpoint to go on from.
+
+    Attributes:
+      root: the output folder.
+      resume_from: checkpoint to go on from, if any.
+      lock: holds the folder for this run.
+      previous: what `run_record.read_run` gave of the run in the folder that this one continues.
+      notes: for the user.
+      replaces: the run in the folder is to be replaced.
+    """
 
     root: pathlib.Path
     resume_from: pathlib.Path | None
     lock: RunLock
+    previous: dict[str, Any] | None = None
+    notes: tuple[str, ...] = ()
+    replaces: bool = False
 
     @property
     def checkpoints(self) -> pathlib.Path:
@@ -85,23 +102,40 @@ class RunFolder:
         """The same of the moving average of the weights."""
         return self.root / "export_ema"
 
-    def write_record(self, record: dict[str, Any]) -> None:
-        """Store resolved settings, plan and versions."""
+    def begin(self, record: dict[str, Any]) -> None:
+        """Everything is checked and loaded: store resolved settings, plan and versions.
+
+        A run that is to be replaced is set aside, until `succeeded`.
+        """
         self.root.mkdir(parents=True, exist_ok=True)
         self.lock.acquire()
-        (self.root / "run.json").write_text(json.dumps(record, indent=1, default=str))
+        if self.replaces:
+            ReplacedRun(self.root).set_aside()
+        write_run(self.root, record)
+
+    def succeeded(self) -> None:
+        """The run has left something that lasts; one that it replaces is deleted."""
+        ReplacedRun(self.root).drop()
+
+    def failed(self) -> bool:
+        """The run ends by an error; whether one that it was to replace had to be brought back."""
+        old = ReplacedRun(self.root)
+        was_aside = old.is_aside
+        old.bring_back()
+        return was_aside
 
     def drop_metrics_after(self, step: int) -> None:
         """Forget logged steps that the resumed run will take again."""
         if not self.metrics.exists():
             return
-        lines = self.metrics.read_text().splitlines()
-        kept = [line for line in lines if _step_of(line) is not None and _step_of(line) <= step]
-        self.metrics.write_text("".join(line + "\n" for line in kept))
+        lines = self.metrics.read_bytes().decode(errors="replace").splitlines()
+        steps = [(_step_of(line), line) for line in lines]
+        kept = [line + "\n" for of_line, line in steps if of_line is not None and of_line <= step]
+        write_whole(self.metrics, "".join(kept))
 
 
 def open_run_folder(args: TrainArguments) -> RunFolder:
-    """Decide between a fresh run and resuming; touches nothing unless told to overwrite.
+    """Decide between a fresh run and resuming; deletes nothing but leftovers of runs cut short.
 
     The folder stays locked until the lock is released; a dry run takes no lock.
 
@@ -113,36 +147,47 @@ def open_run_folder(args: TrainArguments) -> RunFolder:
     if not args.dry_run:
         lock.acquire()
     try:
-        return RunFolder(root=root, resume_from=_newest_to_resume(args, root), lock=lock)
+        if not args.dry_run:
+            _tidy(root)
+        return _opened(args, root, lock)
     except BaseException:
         lock.release()
         raise
 
 
-def _newest_to_resume(args: TrainArguments, root: pathlib.Path) -> pathlib.Path | None:
+def _tidy(root: pathlib.Path) -> None:
+    """Bring a folder in order whose last run was killed in the middle of something."""
+    begun = (root / NAME).is_file() and bool(list_steps(root / "checkpoints"))
+    ReplacedRun(root).settle(replaced=begun)
+    for path in root.glob(f".*{UNFINISHED}"):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _opened(args: TrainArguments, root: pathlib.Path, lock: RunLock) -> RunFolder:
     if root.exists() and not root.is_dir():
         raise UserError(f"output_dir {root} is a file; give a folder")
-    used = root.is_dir() and any(root.iterdir())
-    record = root / "run.json"
-    if used and not record.is_file():
-        raise UserError(
-            f"output_dir {root} holds files but no run of slidedp_jax; give an empty or new folder"
-        )
-    if used and args.overwrite_output_dir and not args.dry_run:
-        for name in ("checkpoints", "export", "export_ema"):
-            shutil.rmtree(root / name, ignore_errors=True)
-        for name in ("metrics.jsonl", "run.json"):
-            (root / name).unlink(missing_ok=True)
-        used = False
-    if not used or args.overwrite_output_dir:
-        return None
-    _check_same_settings(args, json.loads(record.read_text()), root)
     steps = list_steps(root / "checkpoints")
-    return steps[-1] if steps else None
+    newest = steps[-1] if steps else None
+    used = root.is_dir() and any(root.iterdir())
+    if not used:
+        return RunFolder(root=root, resume_from=None, lock=lock)
+    if args.overwrite_output_dir and ((root / NAME).is_file() or newest is not None):
+        return RunFolder(root=root, resume_from=None, lock=lock, replaces=True)
+    previous, notes = read_run(root, newest)
+    if previous is not None:
+        _check_same_settings(args, previous["arguments"], root)
+    return RunFolder(
+        root=root, resume_from=newest, lock=lock, previous=previous, notes=tuple(notes)
+    )
 
 
-def _check_same_settings(args: TrainArguments, record: dict[str, Any], root: pathlib.Path) -> None:
-    before, now = record["arguments"], dataclasses.asdict(args)
+def _check_same_settings(
+    args: TrainArguments, before: Mapping[str, Any], root: pathlib.Path
+) -> None:
+    now = dataclasses.asdict(args)
     differing = [
         f"{name} was {before[name]!r}, now {now[name]!r}"
         for name in now

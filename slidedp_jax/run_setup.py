@@ -7,7 +7,6 @@ import math
 import pathlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from models.config import ModelConfig
 from models.hf_config import read_config
@@ -16,6 +15,7 @@ from models.hf_load import check_folder
 from planner.candidates import Choices
 from planner.hardware import named_hardware
 from planner.search import Plan
+from planner.strategy import Strategy
 from slidedp_jax.arguments import WHOLE_PARAMETER_OPTIMIZERS, TrainArguments
 from slidedp_jax.data import (
     BatchSource,
@@ -42,6 +42,7 @@ class RunInputs:
       evaluation: the rows of `validation_file`, if any.
       report: what became of the training files' rows.
       num_steps: steps in all.
+      first_step: steps that an earlier run has done.
     """
 
     folder: pathlib.Path
@@ -51,6 +52,7 @@ class RunInputs:
     evaluation: BatchSource | None
     report: DataReport
     num_steps: int
+    first_step: int = 0
 
 
 def load_inputs(args: TrainArguments, num_devices: int) -> RunInputs:
@@ -142,8 +144,12 @@ def _pad_id(tokenizer: Tokenizer | None) -> int:
     return tokenizer.pad_id if tokenizer is not None else 0
 
 
-def make_plan(args: TrainArguments, inputs: RunInputs, num_devices: int) -> Plan:
+def make_plan(
+    args: TrainArguments, inputs: RunInputs, num_devices: int, strategy: Strategy | None = None
+) -> Plan:
     """The strategy for this machine, or for `args.hardware` in a dry run.
+
+    `strategy`: what has been decided; it is only costed.
 
     Raises:
       UserError: nothing fits; every limit is listed.
@@ -184,6 +190,7 @@ def make_plan(args: TrainArguments, inputs: RunInputs, num_devices: int) -> Plan
         # which is less, is planned as an average over all, which holds for all of it together.
         resident_state=False if whole or args.freeze else args.resident_state,
         hardware=hardware,
+        strategy=strategy,
     )
 
 
@@ -259,45 +266,15 @@ def setting_notes(inputs: RunInputs, args: TrainArguments) -> list[str]:
     return notes
 
 
-def resume_notes(
-    before: Mapping[str, Any], step: int, args: TrainArguments, inputs: RunInputs
-) -> list[str]:
-    """What differs from the run that saved a checkpoint, and matters.
-
-    Args:
-      before: what that run saved beside the state.
-      step: the checkpoint's.
-      args: settings of the present run.
-      inputs: its inputs.
-    """
-    from slidedp_jax.schedule import learning_rate
-
-    notes = []
-    rows, now = before.get("rows_per_step"), inputs.source.rows_per_step
-    if rows not in (None, now):
-        notes.append(
-            f"steps have {now} rows now, {rows} before: devices, batch size or accumulation have "
-            "changed"
-        )
-    rates = [
-        float(learning_rate(args, steps)(step))
-        for steps in (before.get("num_steps", inputs.num_steps), inputs.num_steps)
-    ]
-    if rates[0] != rates[1]:
-        notes.append(
-            f"the learning rate jumps here from {rates[0]:.4g} to {rates[1]:.4g}: the run has "
-            f"{inputs.num_steps} steps now, {before['num_steps']} before"
-        )
-    return notes
-
-
 def epochs_note(inputs: RunInputs, args: TrainArguments) -> str:
     """One line on steps and epochs."""
-    steps = inputs.source.steps_per_epoch
-    epochs = inputs.num_steps / steps
+    source, done = inputs.source, inputs.first_step
+    epochs = source.epochs_after(max(0, inputs.num_steps - done))
     repeated = " (the data repeats, reshuffled)" if math.ceil(epochs) > 1 and args.max_steps else ""
-    rows = inputs.source.rows_per_step
-    return f"{inputs.num_steps} steps of {rows} rows, {epochs:.2f} epochs{repeated}"
+    rows, so_far = source.rows_per_step, ""
+    if done:
+        so_far = f"; {done} steps, {source.epochs_after():.2f} epochs are done"
+    return f"{inputs.num_steps} steps of {rows} rows, {epochs:.2f} epochs{repeated}{so_far}"
 
 
 def _all_json(files: list[str]) -> bool:

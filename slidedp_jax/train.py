@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import slidedp_jax
 from planner.hardware import size_text
@@ -28,6 +28,9 @@ from slidedp_jax.arguments import (
     parse_arguments,
 )
 from slidedp_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from slidedp_jax.run_resume import Resumption
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -67,6 +70,8 @@ def train(args: TrainArguments) -> int:
 
 def _train_in(folder: Any, args: TrainArguments, num_devices: int) -> int:
     from slidedp_jax.out_of_memory import explained
+    from slidedp_jax.run_record import IN_CHECKPOINT
+    from slidedp_jax.run_resume import recorded_strategy, resumption
     from slidedp_jax.run_setup import (
         check_attention,
         epochs_note,
@@ -77,12 +82,18 @@ def _train_in(folder: Any, args: TrainArguments, num_devices: int) -> int:
     )
 
     inputs = load_inputs(args, num_devices)
+    resumed, notes = resumption(folder.resume_from), list(folder.notes)
+    if resumed is not None:
+        inputs = resumed.continued(inputs, args)
+        notes += resumed.notes(args, inputs)
+    before = folder.previous if resumed is None else resumed.extra.get(IN_CHECKPOINT)
+    strategy, plan_notes = recorded_strategy(before or folder.previous, args)
     check_attention(args, inputs)
     print(inputs.report)
     print(epochs_note(inputs, args))
-    for note in setting_notes(inputs, args):
+    for note in (*notes, *setting_notes(inputs, args), *plan_notes):
         print(f"note: {note}")
-    plan = make_plan(args, inputs, num_devices)
+    plan = make_plan(args, inputs, num_devices, strategy)
     if args.freeze:
         print(frozen_note(args, inputs.config))
     print(plan_as_text(plan), flush=True)
@@ -92,9 +103,12 @@ def _train_in(folder: Any, args: TrainArguments, num_devices: int) -> int:
         return 0
     with _StopAtSignal() as stop:
         try:
-            return _Run(args, folder, inputs, plan, stop).run()
-        except Exception as error:
-            if (reason := explained(error, plan)) is not None:
+            return _Run(args, folder, inputs, plan, stop).run(resumed)
+        except BaseException as error:
+            if folder.failed():
+                print("the run that was to be replaced is left as it was", file=sys.stderr)
+            reason = explained(error, plan) if isinstance(error, Exception) else None
+            if reason is not None:
                 raise reason from error
             raise
 
@@ -152,30 +166,22 @@ class _Run:
         self._skipped = 0
         self._timed: list[tuple[int, float]] = []
 
-    def run(self) -> int:
+    def run(self, resumed: Resumption | None) -> int:
         """Load, train, save, export, report."""
-        from slidedp_jax.checkpoint import read_record
+        with self._trainer(load=resumed is None) as trainer:
+            return self._run(trainer, resumed)
 
-        resume = self._folder.resume_from
-        kernel_form = read_record(resume)["kernel_form"] if resume else None
-        with self._trainer(kernel_form, load=resume is None) as trainer:
-            return self._run(trainer, resume)
-
-    def _run(self, trainer: Any, resume: Any) -> int:
+    def _run(self, trainer: Any, resumed: Resumption | None) -> int:
         from slidedp_jax.checkpoint import restore
-        from slidedp_jax.run_setup import resume_notes
 
-        first_step = 0
-        if resume is not None:
-            restored = restore(trainer, resume)
-            self._inputs.source.restore(restored.extra["data"])
-            self._tokens_seen = restored.extra["tokens_seen"]
-            self._skipped = restored.extra["skipped_steps"]
-            first_step = restored.step
-            print(f"resuming from {resume} at step {first_step}")
-            for note in resume_notes(restored.extra, first_step, self._args, self._inputs):
-                print(f"note: {note}")
-        self._folder.write_record(self._record(trainer))
+        first_step = self._inputs.first_step
+        if resumed is not None:
+            restore(trainer, resumed.checkpoint)
+            self._tokens_seen = resumed.extra["tokens_seen"]
+            self._skipped = resumed.extra["skipped_steps"]
+            print(f"resuming from {resumed.checkpoint} at step {first_step}")
+        self._run_record = self._record(trainer)
+        self._folder.begin(self._run_record)
         if first_step >= self._inputs.num_steps:
             asked = self._inputs.num_steps
             print(f"already complete: {first_step} steps are done, {asked} are asked for")
@@ -186,11 +192,12 @@ class _Run:
         complete = self._loop(trainer, first_step)
         return self._finish(trainer, complete=complete)
 
-    def _trainer(self, kernel_form: Any, *, load: bool) -> Any:
+    def _trainer(self, *, load: bool) -> Any:
         from models.decoder import build
         from models.hf_load import load_parameters
         from slidedp_jax.optimizers import make_optimizer
         from slidedp_jax.progress import LoadProgress
+        from slidedp_jax.starting_state import TO_BE_RESTORED
         from slidedp_jax.trainer import Trainer
 
         args, inputs, strategy = self._args, self._inputs, self._plan.strategy
@@ -198,9 +205,8 @@ class _Run:
         shapes = inputs.config.parameter_shapes()
 
         def read_weights(write: Any) -> None:
-            if load:
-                counted = LoadProgress(write, inputs.config.num_parameters)
-                load_parameters(inputs.folder, shapes, counted)
+            counted = LoadProgress(write, inputs.config.num_parameters)
+            load_parameters(inputs.folder, shapes, counted)
 
         trainer = Trainer(
             build(
@@ -210,7 +216,7 @@ class _Run:
             ),
             make_optimizer(args, inputs.num_steps),
             strategy=strategy,
-            parameters=read_weights,
+            parameters=read_weights if load else TO_BE_RESTORED,
             frozen=args.freeze,
             ema_decay=args.ema_decay,
             max_grad_norm=args.clip,
@@ -218,7 +224,6 @@ class _Run:
             max_loss=args.max_loss,
             max_consecutive_skips=args.max_consecutive_skips,
             documents_per_row=inputs.source.documents_per_row,
-            kernel_form=kernel_form,
         )
         what = "weights loaded" if load else "host state made"
         store = trainer.store
@@ -227,7 +232,7 @@ class _Run:
         where += f", {size_text(elsewhere)} on the devices" if elsewhere else ""
         print(
             f"{what} in {time.perf_counter() - start:.1f} s: {store.num_parameters:,} parameters, "
-            f"state: {where}; update kernel {trainer.kernel_form}",
+            f"state: {where}",
             flush=True,
         )
         return trainer
@@ -278,13 +283,13 @@ class _Run:
             BatchShape(num_rows=len(arrays["input_ids"]), seq_length=arrays["input_ids"].shape[1])
         )
         peak = self._plan.hardware.peak_flops_per_s * num_devices
-        source = self._inputs.source
         return {
             "step": step,
-            "epoch": round(step / source.steps_per_epoch, 4),
+            "epoch": round(self._inputs.source.epochs_after(), 4),
             "loss": loss,
             "grad_norm": norm,
-            "learning_rate": float(self._schedule(step - 1)),
+            # Steps that were skipped do not count for the optimizer.
+            "learning_rate": float(self._schedule(step - 1 - (self._skipped - skipped))),
             "num_tokens": self._tokens_seen,
             "num_supervised_tokens": batch.num_supervised_tokens,
             "tokens_per_second": batch.num_tokens / seconds,
@@ -321,6 +326,7 @@ class _Run:
 
     def _save(self, trainer: Any, progress: Any) -> None:
         from slidedp_jax.checkpoint import keep_last, save
+        from slidedp_jax.run_record import IN_CHECKPOINT, essential
 
         extra = {
             "data": self._inputs.source.state(),
@@ -329,8 +335,10 @@ class _Run:
             "tokens_seen": self._tokens_seen,
             "skipped_steps": self._skipped,
             "seed": self._args.seed,
+            IN_CHECKPOINT: essential(self._run_record),
         }
         path = save(trainer, self._folder.checkpoints, extra)
+        self._folder.succeeded()
         keep_last(self._folder.checkpoints, self._args.save_total_limit)
         progress.say(f"saved {path}")
 
@@ -344,6 +352,7 @@ class _Run:
         self._sample(trainer, "after training")
         if self._args.export:
             export_run(trainer, self._folder, self._inputs, self._args)
+        self._folder.succeeded()
         self._summary()
         return 0
 
@@ -392,10 +401,14 @@ class _Run:
                 print(f"  averaged:    {self._folder.export_ema}")
 
     def _record(self, trainer: Any) -> dict[str, Any]:
+        from slidedp_jax.run_resume import planned_for
+
         packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "grain")
         return {
             "arguments": dataclasses.asdict(self._args),
             "plan": plan_as_dict(self._plan),
+            "planned_for": planned_for(),
+            "configuration": dataclasses.asdict(self._inputs.config),
             "kernel_form": trainer.kernel_form,
             "data": dataclasses.asdict(self._inputs.report),
             "versions": {

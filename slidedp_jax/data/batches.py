@@ -174,12 +174,31 @@ class BatchSource:
 
     def num_steps(self, num_epochs: float) -> int:
         """Steps of so many epochs from the start; a part of an epoch is rounded up to a step."""
-        whole, part = divmod(num_epochs, 1)
-        return int(whole) * self.steps_per_epoch + math.ceil(round(part * self.steps_per_epoch, 6))
+        return self._steps(0, 0, num_epochs)
 
-    def steps_left_in_epoch(self) -> int:
-        """Steps from the present position to the epoch's end."""
-        return math.ceil((self.num_rows - self._position[1]) / self.rows_per_step)
+    def steps_until(self, num_epochs: float) -> int:
+        """Steps from the present position until so many epochs are over; 0 if they are."""
+        return self._steps(*self._position, num_epochs)
+
+    def _steps(self, epoch: int, row: int, num_epochs: float) -> int:
+        whole, part = divmod(num_epochs, 1)
+        last, end = int(whole), math.ceil(round(part * self.num_rows, 6))
+        if epoch > last or (epoch == last and row >= end):
+            return 0
+        if epoch == last:
+            return math.ceil((end - row) / self.rows_per_step)
+        rest = math.ceil((self.num_rows - row) / self.rows_per_step)
+        between = (last - epoch - 1) * self.steps_per_epoch
+        return rest + between + math.ceil(end / self.rows_per_step)
+
+    def epochs_after(self, num_steps: int = 0) -> float:
+        """Passes over the data that are done once so many more steps have been taken."""
+        epoch, row = self._position
+        rest = math.ceil((self.num_rows - row) / self.rows_per_step)
+        if num_steps < rest:
+            return epoch + (row + num_steps * self.rows_per_step) / self.num_rows
+        whole, steps = divmod(num_steps - rest, self.steps_per_epoch)
+        return epoch + 1 + whole + steps * self.rows_per_step / self.num_rows
 
     def __iter__(self) -> Iterator[StepBatch]:
         return self
@@ -260,8 +279,9 @@ class BatchSource:
                 f"{'; '.join(other)}. Resume with the same files, tokenizer, template, "
                 "max_seq_length, packing and seed, or start a new run"
             )
-        epoch, next_row = int(state["epoch"]), int(state["next_row"])
-        if epoch < 0 or not 0 <= next_row < self.num_rows:
+        epoch, next_row = state.get("epoch"), state.get("next_row")
+        numbers = isinstance(epoch, int) and isinstance(next_row, int)
+        if not numbers or epoch < 0 or not 0 <= next_row < self.num_rows:
             raise UserError(
                 f"the stored data position is epoch {epoch}, row {next_row} of {self.num_rows}; "
                 "the stored state is damaged"

@@ -147,10 +147,9 @@ def test_state_restored_into_other_chunks_is_bitwise(inputs, straight, tmp_path)
         )
         with Trainer(
             build(read_config(inputs.model)),
-            optax.adamw(1e-2),
+            optax.adamw(lambda count: 1e-2),  # a schedule, as the command makes
             strategy=strategy,
             num_devices=num_devices,
-            kernel_form="whole",
         ) as trainer:
             assert restore(trainer, saved).step == 6
             again = tmp_path / str(num_devices)

@@ -477,6 +477,6 @@ def test_pieces_that_the_update_cannot_count_are_refused():
         for name, leaf in zip(stage.parameter_names(), jax.tree.leaves(stage.shapes), strict=True)
     }
     treatments = Treatments(optax.sgd(1e-2), names)
-    with pytest.raises(UserError, match=r"at most 2,147,483,647 .*fewer layers_per_chunk"):
+    with pytest.raises(UserError, match=r"at most 2,147,483,647; use fewer layers_per_chunk"):
         chunks_of(model, strategy(num_host_devices=1), treatments)
     chunks_of(model, strategy(num_host_devices=3), treatments)
