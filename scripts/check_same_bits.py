@@ -87,7 +87,7 @@ def compare(args: argparse.Namespace, model: pathlib.Path, variant: str) -> dict
         seconds[name] = round(time.perf_counter() - start, 1)
     ends = {name: end_of(args.out / f"{variant}-{name}") for name in seconds}
     differing = {
-        name: sorted(key for key in ends["first"] if ends["first"][key] != end[key])
+        name: [key for key in ends["first"] if ends["first"][key] != end[key]]
         for name, end in ends.items()
         if end != ends["first"]
     }
@@ -127,7 +127,9 @@ def end_of(out: pathlib.Path) -> dict[str, Any]:
         for key, value in of_name.items()
     }
     steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return arrays | {f"loss of step {step['step']}": step["loss"] for step in steps}
+    losses = {f"loss of step {step['step']}": step["loss"] for step in steps}
+    plan = {"plan": record["extra"]["run"]["strategy"], "kernel form": record["kernel_form"]}
+    return plan | losses | arrays
 
 
 if __name__ == "__main__":
