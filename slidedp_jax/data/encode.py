@@ -109,10 +109,7 @@ class Encoder:
             )
         encoded = self._tokenizer.encode_batch([row.text for row in texts.values()])
         for index, ids in zip(texts, encoded, strict=True):
-            ids = self._ended([*self._tokenizer.prefix_ids, *ids])
-            results[index] = Encoded(
-                input_ids=np.array(ids, np.int32), supervised=np.ones(len(ids), bool)
-            )
+            results[index] = self._document(ids, 0)
 
     def _encode_completions(
         self, rows: Sequence[Row], results: dict[int, Encoded | RowError]
@@ -129,27 +126,19 @@ class Encoder:
                     "tokenised apart"
                 )
                 whole = prompt + self._tokenizer.encode(row.completion)
-            prefix = self._tokenizer.prefix_ids
-            ids = self._ended([*prefix, *whole])
-            supervised = np.arange(len(ids)) >= len(prefix) + len(prompt)
-            if self._settings.loss_on == "all":
-                supervised[:] = True
-            results[index] = Encoded(input_ids=np.array(ids, np.int32), supervised=supervised)
+            given = 0 if self._settings.loss_on == "all" else len(prompt)
+            results[index] = self._document(whole, given)
 
-    def _ended(self, ids: list[int]) -> list[int]:
-        """With one eos at the end, if that is wanted."""
-        if not self._settings.append_eos:
-            return ids
-        eos_id = self._tokenizer.eos_id
-        if eos_id is None:
-            raise UserError(
-                f"{self._tokenizer.origin} names no eos token, so nothing can end a document or "
-                "completion; add eos_token to tokenizer_config.json or set append_eos to false"
-            )
-        suffix = [token for token in self._tokenizer.suffix_ids if token != eos_id]
-        if ids and ids[-1] == eos_id:
-            ids = ids[:-1]
-        return [*ids, *suffix, eos_id]
+    def _document(self, ids: list[int], given: int) -> Encoded:
+        """A text between what the tokenizer puts around it, of which the first ids are given."""
+        begun = self._tokenizer.begun(ids)
+        # What the tokenizer puts before a text is never said, also where the text had it.
+        given = max(given + len(begun) - len(ids), len(self._tokenizer.prefix_ids))
+        whole = self._tokenizer.ended(begun) if self._settings.append_eos else begun
+        return Encoded(
+            input_ids=np.array(whole, np.int32),
+            supervised=np.arange(len(whole)) >= given,
+        )
 
     def _note(self, text: str) -> None:
         self._notes[text] += 1
