@@ -79,6 +79,8 @@ def _train_in(folder: Any, args: TrainArguments, num_devices: int) -> int:
     inputs = load_inputs(args, num_devices)
     check_attention(args, inputs)
     print(inputs.report)
+    if inputs.evaluation_report is not None:
+        print(f"for evaluation\n{inputs.evaluation_report}")
     print(epochs_note(inputs, args))
     for note in setting_notes(inputs, args):
         print(f"note: {note}")
