@@ -113,7 +113,7 @@ def _remark_unread(fields: Fields, name: str, read: tuple[str, ...]) -> None:
 def _token_row(fields: Fields) -> tuple[TokenRow, tuple[str, ...]]:
     read = ("labels", "attention_mask", *_MASKS)
     input_ids = _integers(fields, "input_ids")
-    lists = {name: _integers(fields, name) for name in read if fields.has(name)}
+    lists = {name: _integers(fields, name, name != "labels") for name in read if fields.has(name)}
     for name, values in lists.items():
         if len(values) != len(input_ids):
             raise fields.error(
@@ -135,9 +135,10 @@ def _token_row(fields: Fields) -> tuple[TokenRow, tuple[str, ...]]:
     return TokenRow(source=fields.source, input_ids=input_ids, labels=labels), read
 
 
-def _integers(fields: Fields, name: str) -> list[int]:
+def _integers(fields: Fields, name: str, or_booleans: bool = False) -> list[int]:
     values = fields.get(name)
-    if not isinstance(values, list) or any(type(value) is not int for value in values):
+    allowed = {int, bool} if or_booleans else {int}
+    if not isinstance(values, list) or not allowed.issuperset(map(type, values)):
         raise fields.error(fields.column(name), "must be a flat list of integers")
     if values and not -(2**63) <= min(values) <= max(values) < 2**63:
         raise fields.error(fields.column(name), "has integers beyond 64 bits")

@@ -164,7 +164,7 @@ class _Rendering:
         prompted = before is not None and before != self._try_render(earlier)
         if before is not None and upto is not None and prompted and upto.startswith(before):
             return self._closed(len(before), len(upto))
-        content = self._substituted(index)
+        content = self._content(index)
         if content is None:
             raise _inseparable(self.row, self.template, index)
         if before is None or len(before) > content[0]:
@@ -192,17 +192,31 @@ class _Rendering:
         kept = {"role": "assistant"} if message["role"] == "assistant" else message
         return [*self.row.messages[:index], {**kept, "content": _STAND_IN}]
 
-    def _substituted(self, index: int) -> Span | None:
-        """Span of a message's content, by rendering the conversation with a stand-in for it."""
-        other = self._try_render([*self._with_stand_in(index), *self.row.messages[index + 1 :]])
+    def _content(self, index: int) -> Span | None:
+        """Span of what the template prints for a message, by a stand-in for its content.
+
+        A stand-in without the message's calls may break a rule of the template (Mistral counts
+        messages without calls). Then the conversation up to the message has to do, if that is how
+        the whole begins.
+        """
+        whole = self._substituted(index, self.row.messages, self.text)
+        if whole is not None or index + 1 == len(self.row.messages):
+            return whole
+        upto = self.row.messages[: index + 1]
+        text = self._beginning(upto)
+        return None if text is None else self._substituted(index, upto, text)
+
+    def _substituted(self, index: int, messages: list[dict[str, Any]], text: str) -> Span | None:
+        """Where messages, rendered as the text, differ from the same with a stand-in in one."""
+        other = self._try_render([*self._with_stand_in(index), *messages[index + 1 :]])
         if other is None:
             return None
-        begin = _common_start(self.text, other)
-        tail = _common_start(self.text[::-1], other[::-1])
+        begin = _common_start(text, other)
+        tail = _common_start(text[::-1], other[::-1])
         # Calls may stand without the space that precedes words.
         if other[begin : len(other) - tail].lstrip() != _STAND_IN:
             return None
-        return begin, len(self.text) - tail
+        return begin, len(text) - tail
 
     def _begin(self, index: int, content: int) -> int:
         """Where a message begins whose prompt, rendered alone, is not how the text begins."""
@@ -226,7 +240,7 @@ class _Rendering:
         space, which is part of the first word, or a header, which is not learnt (None, as is what
         cannot be told).
         """
-        before = self._substituted(index - 1)
+        before = self._content(index - 1)
         if before is None or before[1] > content:
             return None
         earlier = self._with_stand_in(index - 1)

@@ -56,13 +56,13 @@ class Arguments(dict[str, Any]):
 
 
 def calls_in(fields: Fields, value: Any, key: str) -> list[dict[str, Any]]:
-    """The calls of a `tool_calls` value; none for null, an empty list and empty text.
+    """The calls of a `tool_calls` value; none for null, an empty list or object and empty text.
 
     Raises:
       RowError: it is no list of calls.
     """
     calls = fields.from_json(value, key)
-    if calls is None:
+    if calls is None or calls == {}:
         return []
     if not isinstance(calls, list):
         raise fields.error(key, f"must be a list of calls, got {describe(calls)}")

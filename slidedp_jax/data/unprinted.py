@@ -288,7 +288,7 @@ class _Places:
 
 
 def _all_spellings(piece: Piece) -> list[str]:
-    """As it is, and escaped as JSON (with and without ASCII only) and HTML do; no white space."""
+    """As it is, and escaped as JSON, Python and HTML do; without white space."""
     spellings = [
         spelling
         for text in piece
@@ -296,6 +296,7 @@ def _all_spellings(piece: Piece) -> list[str]:
             text,
             json.dumps(text, ensure_ascii=False)[1:-1],
             json.dumps(text)[1:-1],
+            repr(text)[1:-1],
             html.escape(text),
             html.escape(text).replace("&quot;", "&#34;").replace("&#x27;", "&#39;"),  # Jinja's
         )

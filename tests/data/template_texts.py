@@ -84,11 +84,16 @@ CALLS_AS_TEXT = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 # As Mistral-7B-Instruct-v0.3 does: the system text stands before the last message if that is the
-# user's, so a finished conversation lacks it, but every prompt has it.
+# user's, so a finished conversation lacks it, but every prompt has it. Roles alternate, calls and
+# results aside.
 SYSTEM_IN_PROMPTS_ONLY = (
     "{% if messages[0].role == 'system' %}"
     "{% set system = messages[0].content %}{% set turns = messages[1:] %}"
     "{% else %}{% set turns = messages %}{% endif %}"
+    "{% for m in turns | rejectattr('role', 'equalto', 'tool')"
+    " | rejectattr('tool_calls', 'defined') %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}"
     "{% for m in turns %}"
     "{% if m.role == 'user' %}"
     "{{ '[INST]' + (system + '\n\n' if loop.last and system is defined else '') }}"

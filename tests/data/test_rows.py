@@ -233,6 +233,7 @@ def test_masks_of_what_is_learnt(write_rows, name):
     fields = {"input_ids": [5, 6, 7], name: [0, 1, 1]}
     assert row_of(fields, write_rows).labels == [-100, 6, 7]
     assert row_of(fields | {"labels": [5, 6, -100]}, write_rows).labels == [-100, 6, -100]
+    assert row_of(fields | {name: [False, True, True]}, write_rows).labels == [-100, 6, 7]
     padded = fields | {"attention_mask": [1, 1, 0]}
     assert row_of(padded, write_rows).labels == [-100, 6]
     with pytest.raises(RowError, match=f"`{name}` has 1 entries, input_ids has 3"):

@@ -97,12 +97,10 @@ def test_system_text_in_prompts_only_and_tools():
     q, a = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
     called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
     result = {"role": "tool", "content": "3"}
-    row = chat(SYSTEM, q, called, result, a, q, a)
-    assert learnt(row, SYSTEM_IN_PROMPTS_ONLY) == [
-        '[TOOL_CALLS][{"name": "f"}]</s>',
-        " a</s>",
-        " a</s>",
-    ]
+    said = '[TOOL_CALLS][{"name": "f"}]</s>'
+    for system in ([SYSTEM], []):
+        row = chat(*system, q, called, result, a, q, a, q, called)
+        assert learnt(row, SYSTEM_IN_PROMPTS_ONLY) == [said, " a</s>", " a</s>", said]
 
 
 def test_a_header_before_the_words_is_not_learnt_where_the_head_changes():

@@ -110,7 +110,7 @@ def test_structural_errors_have_their_place(calls, message):
     assert str(caught.value).startswith("f:1: ")
 
 
-@pytest.mark.parametrize("none", [[], None, "", "[]", " ", "null"])
+@pytest.mark.parametrize("none", [[], None, "", "[]", " ", "null", {}])
 @pytest.mark.parametrize("key", ["tool_calls", "function_call"])
 def test_no_calls_means_no_key(none, key):
     message = {"role": "assistant", "content": "yes"}

@@ -95,6 +95,8 @@ def test_whole_conversations_are_printed(source, everything):
         "{{ c.function | tojson }}",
         "{{ c | tojson(indent=1, ensure_ascii=True, sort_keys=True) }}",
         "{{ c.function.name + c.function.arguments }}",
+        "{{ c.function.name }}{{ [c.function.arguments.values() | list] }}"
+        "{{ c.function.arguments.keys() | list }}",
         "{{ c.function.name }}({% for k, v in c.function.arguments | items %}{{ k }}={{ v }},"
         "{% endfor %})",
         "<{{ c.function.name | e }}>{% for k, v in c.function.arguments | items %}<{{ k }}>"
