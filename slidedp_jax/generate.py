@@ -321,7 +321,7 @@ def encode_prompt(tokenizer: Tokenizer, text: str, *, chat: bool | None = None) 
 
     Args:
       tokenizer: of the model folder.
-      text: the prompt.
+      text: the prompt; what the tokenizer puts before a text may already stand there.
       chat: the text is a user's message that the model should answer (True) or the beginning of a
         document (False); None: the former if there is a chat template.
 
@@ -331,7 +331,7 @@ def encode_prompt(tokenizer: Tokenizer, text: str, *, chat: bool | None = None) 
     if chat or (chat is None and tokenizer.chat_templates):
         message = {"role": "user", "content": text}
         return tokenizer.encode_chat([message], add_generation_prompt=True)
-    return tokenizer.encode(text, add_special_tokens=True)
+    return tokenizer.begun(tokenizer.encode(text))
 
 
 def open_trainer(

@@ -41,6 +41,7 @@ class RunInputs:
       source: the training rows.
       evaluation: the rows of `validation_file`, if any.
       report: what became of the training files' rows.
+      evaluation_report: what became of the validation files' rows, if any.
       num_steps: steps in all.
       first_step: steps that an earlier run has done.
     """
@@ -51,6 +52,7 @@ class RunInputs:
     source: BatchSource
     evaluation: BatchSource | None
     report: DataReport
+    evaluation_report: DataReport | None
     num_steps: int
     first_step: int = 0
 
@@ -75,9 +77,11 @@ def load_inputs(args: TrainArguments, num_devices: int) -> RunInputs:
     if (folder / "tokenizer.json").is_file() or not _all_json(args.train_file):
         tokenizer = load_tokenizer(folder, chat_template=args.chat_template_path)
     source, report = _training_rows(args, tokenizer, config.vocab_size, num_devices)
-    evaluation = None
+    evaluation, evaluation_report = None, None
     if args.validation_file:
-        evaluation = _evaluation_rows(args, tokenizer, config.vocab_size, num_devices)
+        evaluation, evaluation_report = _evaluation_rows(
+            args, tokenizer, config.vocab_size, num_devices
+        )
     return RunInputs(
         folder=folder,
         config=config,
@@ -85,6 +89,7 @@ def load_inputs(args: TrainArguments, num_devices: int) -> RunInputs:
         source=source,
         evaluation=evaluation,
         report=report,
+        evaluation_report=evaluation_report,
         num_steps=args.max_steps or source.num_steps(args.num_train_epochs),
     )
 
@@ -114,16 +119,19 @@ def _training_rows(
 
 def _evaluation_rows(
     args: TrainArguments, tokenizer: Tokenizer | None, vocab_size: int, num_devices: int
-) -> BatchSource:
+) -> tuple[BatchSource, DataReport]:
     settings = dataclasses.replace(_example_settings(args), max_rows=None)
-    examples, _ = load_examples(args.validation_file, tokenizer, settings, vocab_size=vocab_size)
-    return BatchSource(
+    examples, report = load_examples(
+        args.validation_file, tokenizer, settings, vocab_size=vocab_size
+    )
+    source = BatchSource(
         examples,
         max_seq_length=args.max_seq_length,
         step_size=args.per_device_train_batch_size * num_devices,
         shuffle=False,
         pad_id=_pad_id(tokenizer),
     )
+    return source, report
 
 
 def _example_settings(args: TrainArguments) -> ExampleSettings:

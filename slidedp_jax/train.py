@@ -90,6 +90,8 @@ def _train_in(folder: Any, args: TrainArguments, num_devices: int) -> int:
     strategy, plan_notes = recorded_strategy(before or folder.previous, args)
     check_attention(args, inputs)
     print(inputs.report)
+    if inputs.evaluation_report is not None:
+        print(f"for evaluation\n{inputs.evaluation_report}")
     print(epochs_note(inputs, args))
     for note in (*notes, *setting_notes(inputs, args), *plan_notes):
         print(f"note: {note}")
@@ -361,17 +363,11 @@ class _Run:
         prompts, tokenizer = self._args.sample_prompts, self._inputs.tokenizer
         if not prompts or tokenizer is None:
             return
-        from slidedp_jax.generate import generate
-
-        def ids(prompt: str) -> list[int]:
-            if not tokenizer.chat_templates:
-                return tokenizer.encode(prompt, add_special_tokens=True)
-            message = [{"role": "user", "content": prompt}]
-            return list(tokenizer.encode_chat(message, add_generation_prompt=True))
+        from slidedp_jax.generate import encode_prompt, generate
 
         outputs = generate(
             trainer,
-            [ids(prompt) for prompt in prompts],
+            [encode_prompt(tokenizer, prompt) for prompt in prompts],
             max_new_tokens=self._args.sample_max_new_tokens,
             stop_ids=tokenizer.stop_ids,
         )

@@ -6,8 +6,9 @@
     for batch in source: ...
 
 `records` and `rows` read files, `tokenizer` and `chat_template` read the model folder, `spans`
-finds what the assistant said, `tokenize` turns rows into `examples` and a `report`, `packing` and
-`batches` make rows and steps, `preview` shows one example. NumPy only; no JAX, no PyTorch.
+finds what the assistant said and `unprinted` what the template left out, `tokenize` turns rows into
+`examples` and a `report`, `packing` and `batches` make rows and steps, `preview` shows one example.
+NumPy only; no JAX, no PyTorch.
 """
 
 from slidedp_jax.data.batches import BatchSource, StepBatch, StepSize, row_widths

@@ -147,7 +147,9 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: (now or datetime.now()).strftime(form)
         try:
-            return environment.from_string(self.source)
+            template = environment.from_string(self.source)
+            template.globals = dict(template.globals)  # copied at each rendering: a chain is slow
+            return template
         except jinja2.TemplateSyntaxError as error:
             raise UserError(
                 f"chat template {self.origin}, line {error.lineno}: {error.message}"

@@ -7,7 +7,7 @@ the beginning of the completion is not formed.
 
 from __future__ import annotations
 
-from collections import Counter
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -18,27 +18,50 @@ from slidedp_jax.data.chat_template import Span
 from slidedp_jax.data.example_settings import ExampleSettings
 from slidedp_jax.data.examples import IGNORED
 from slidedp_jax.data.records import RowError
+from slidedp_jax.data.remarks import Remark
 from slidedp_jax.data.rows import ChatRow, CompletionRow, Row, TextRow, TokenRow
-from slidedp_jax.data.spans import assistant_spans
+from slidedp_jax.data.spans import Located, locate
 from slidedp_jax.data.tokenizer import Tokenizer
+from slidedp_jax.data.unprinted import unprinted
 from slidedp_jax.errors import UserError
+
+_NEVER_STOPS = (
+    "the template's generation markers leave out the token that ends a turn: the model is not "
+    "taught to stop ({} rows)"
+)
+_TOKENISED_APART = (
+    "a token would have joined the prompt's end with the completion; the two were tokenised apart "
+    "({} rows)"
+)
+_SHARED_TOKEN = (
+    "{} answers share their first token with what stands before them; the model does not learn it"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Encoded:
-    """One row as ids int32 [length] and supervised bool [length], before any cut."""
+    """One row as ids int32 [length] and supervised bool [length], before any cut, with remarks."""
 
     input_ids: np.ndarray
     supervised: np.ndarray
+    remarks: tuple[Remark, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Rendered:
+    """A conversation's text, the spans that are learnt, and what to remark on it."""
+
+    text: str
+    learnt: list[Span]
+    remarks: list[Remark]
 
 
 class Encoder:
     """Turns rows into ids, many at once."""
 
-    def __init__(self, tokenizer: Tokenizer | None, settings: ExampleSettings, notes: Counter[str]):
+    def __init__(self, tokenizer: Tokenizer | None, settings: ExampleSettings):
         self._given = tokenizer
         self._settings = settings
-        self._notes = notes
 
     @property
     def _tokenizer(self) -> Tokenizer:
@@ -49,7 +72,7 @@ class Encoder:
     def encode(self, rows: Sequence[Row]) -> list[Encoded | RowError]:
         """Ids of each row, or what is wrong with it."""
         results: dict[int, Encoded | RowError] = {}
-        chats: dict[int, tuple[str, list[Span]]] = {}
+        chats: dict[int, _Rendered] = {}
         for index, row in enumerate(rows):
             try:
                 if isinstance(row, ChatRow):
@@ -59,43 +82,49 @@ class Encoder:
             except RowError as error:
                 results[index] = error
         if chats:
-            encodings = self._tokenizer.encode_batch_with_spans(
-                [text for text, _ in chats.values()]
-            )
-            for (index, (_, spans)), encoding in zip(chats.items(), encodings, strict=True):
-                results[index] = self._chat(encoding, spans)
+            encodings = self._tokenizer.encode_batch_with_spans([c.text for c in chats.values()])
+            for (index, chat), encoding in zip(chats.items(), encodings, strict=True):
+                results[index] = _encoded_chat(chat, encoding)
         self._encode_texts(rows, results)
         self._encode_completions(rows, results)
         return [results[index] for index in range(len(rows))]
 
-    def _rendered(self, row: ChatRow) -> tuple[str, list[Span]]:
+    def _rendered(self, row: ChatRow) -> _Rendered:
         tokenizer, loss_on = self._tokenizer, self._settings.loss_on
         template = tokenizer.chat_template(row.tools)
-        kwargs = self._settings.template_kwargs
         if loss_on == "all":
-            text, _ = assistant_spans(
-                replace(row, train=(False,) * len(row.messages)), template, (), kwargs
-            )
-            return text, [(0, len(text))]
-        if loss_on == "completion":
+            wanted = replace(row, train=(False,) * len(row.messages))
+        elif loss_on == "completion":
             said = [i for i, message in enumerate(row.messages) if message["role"] == "assistant"]
-            last = tuple(keep and i == said[-1] for i, keep in enumerate(row.train))
-            row = replace(row, train=last)
-        text, spans = assistant_spans(row, template, tokenizer.special_texts, kwargs)
-        if template.has_generation_markers and spans:
-            following = text[spans[-1][1] :].lstrip()
-            if following.startswith(tokenizer.special_texts):
-                self._note(
-                    "the template's generation markers leave out the token that ends a turn: the "
-                    "model is not taught to stop"
-                )
-        return text, spans
+            wanted = replace(
+                row, train=tuple(keep and i == said[-1] for i, keep in enumerate(row.train))
+            )
+        else:
+            wanted = row
+        located = locate(wanted, template, tokenizer.special_texts, self._settings.template_kwargs)
+        _check_text(row, located.text)
+        learnt = [(0, len(located.text))] if loss_on == "all" else located.learnt
+        remarks = unprinted(row, located) if learnt else []
+        if self._never_stops(wanted, located):
+            remarks.append(Remark(text=_NEVER_STOPS))
+        remarks += [
+            Remark(text=f"{{}} rows give the chat template {name!r}, which it does not read")
+            for name in {**self._settings.template_kwargs, **row.template_kwargs}
+            if name not in template.source
+        ]
+        return _Rendered(text=located.text, learnt=learnt, remarks=remarks)
 
-    def _chat(self, encoding: tokenizers.Encoding, spans: list[Span]) -> Encoded:
-        return Encoded(
-            input_ids=np.array(encoding.ids, np.int32),
-            supervised=tokens_in_spans(encoding.offsets, spans),
-        )
+    def _never_stops(self, row: ChatRow, located: Located) -> bool:
+        """Whether a marked span ends before the token that ends its turn."""
+        if not located.marked or not located.learnt:
+            return False
+        begin, end = located.learnt[-1]
+        if located.text[begin:end].rstrip().endswith(self._tokenizer.special_texts):
+            return False
+        following = located.text[end:].lstrip()
+        if row.train[-1]:  # what follows the last message closes it
+            return bool(following)
+        return following.startswith(self._tokenizer.special_texts)
 
     def _encode_texts(self, rows: Sequence[Row], results: dict[int, Encoded | RowError]) -> None:
         texts = {i: row for i, row in enumerate(rows) if isinstance(row, TextRow)}
@@ -109,10 +138,7 @@ class Encoder:
             )
         encoded = self._tokenizer.encode_batch([row.text for row in texts.values()])
         for index, ids in zip(texts, encoded, strict=True):
-            ids = self._ended([*self._tokenizer.prefix_ids, *ids])
-            results[index] = Encoded(
-                input_ids=np.array(ids, np.int32), supervised=np.ones(len(ids), bool)
-            )
+            results[index] = self._document(ids, 0)
 
     def _encode_completions(
         self, rows: Sequence[Row], results: dict[int, Encoded | RowError]
@@ -123,36 +149,54 @@ class Encoder:
         prompts = self._tokenizer.encode_batch([row.prompt for row in pairs.values()])
         wholes = self._tokenizer.encode_batch([r.prompt + r.completion for r in pairs.values()])
         for (index, row), prompt, whole in zip(pairs.items(), prompts, wholes, strict=True):
-            if whole[: len(prompt)] != prompt:
-                self._note(
-                    "a token would have joined the prompt's end with the completion; the two were "
-                    "tokenised apart"
-                )
+            apart = whole[: len(prompt)] != prompt
+            if apart:
                 whole = prompt + self._tokenizer.encode(row.completion)
-            prefix = self._tokenizer.prefix_ids
-            ids = self._ended([*prefix, *whole])
-            supervised = np.arange(len(ids)) >= len(prefix) + len(prompt)
-            if self._settings.loss_on == "all":
-                supervised[:] = True
-            results[index] = Encoded(input_ids=np.array(ids, np.int32), supervised=supervised)
+            given = 0 if self._settings.loss_on == "all" else len(prompt)
+            remarks = (Remark(text=_TOKENISED_APART),) if apart else ()
+            results[index] = self._document(whole, given, remarks)
 
-    def _ended(self, ids: list[int]) -> list[int]:
-        """With one eos at the end, if that is wanted."""
-        if not self._settings.append_eos:
-            return ids
-        eos_id = self._tokenizer.eos_id
-        if eos_id is None:
-            raise UserError(
-                f"{self._tokenizer.origin} names no eos token, so nothing can end a document or "
-                "completion; add eos_token to tokenizer_config.json or set append_eos to false"
-            )
-        suffix = [token for token in self._tokenizer.suffix_ids if token != eos_id]
-        if ids and ids[-1] == eos_id:
-            ids = ids[:-1]
-        return [*ids, *suffix, eos_id]
+    def _document(self, ids: list[int], given: int, remarks: tuple[Remark, ...] = ()) -> Encoded:
+        """A text between what the tokenizer puts around it, of which the first ids are given."""
+        begun = self._tokenizer.begun(ids)
+        # What the tokenizer puts before a text is never said, also where the text had it.
+        given = max(given + len(begun) - len(ids), len(self._tokenizer.prefix_ids))
+        whole = self._tokenizer.ended(begun) if self._settings.append_eos else begun
+        return Encoded(
+            input_ids=np.array(whole, np.int32),
+            supervised=np.arange(len(whole)) >= given,
+            remarks=remarks,
+        )
 
-    def _note(self, text: str) -> None:
-        self._notes[text] += 1
+
+def _check_text(row: ChatRow, text: str) -> None:
+    """Half of a surrogate pair, anywhere in what is rendered, is not text."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        near = text[max(0, error.start - 20) : error.start]
+        raise RowError(
+            f"{row.source}: the conversation holds half of a surrogate pair after {near!r}, which "
+            "is not text"
+        ) from error
+
+
+def _encoded_chat(chat: _Rendered, encoding: tokenizers.Encoding) -> Encoded:
+    begins = _begins(encoding.offsets)
+    remarks = chat.remarks
+    if shared := sum(_inside_a_token(begins, first) for first, last in chat.learnt if first < last):
+        remarks = [*remarks, Remark(text=_SHARED_TOKEN, count=shared)]
+    return Encoded(
+        input_ids=np.array(encoding.ids, np.int32),
+        supervised=_inside(begins, chat.learnt),
+        remarks=tuple(remarks),
+    )
+
+
+def _inside_a_token(begins: np.ndarray, place: int) -> bool:
+    """Whether no token begins at a place, which then lies in one that begins before it."""
+    index = bisect.bisect_left(begins, place)
+    return index == len(begins) or bool(begins[index] != place)
 
 
 def tokens_in_spans(offsets: Sequence[Span], spans: Sequence[Span]) -> np.ndarray:
@@ -162,10 +206,17 @@ def tokens_in_spans(offsets: Sequence[Span], spans: Sequence[Span]) -> np.ndarra
     ends after it to what the model says. Tokenizers may report a token without its leading white
     space; it begins where the token before it ended.
     """
+    return _inside(_begins(offsets), spans)
+
+
+def _begins(offsets: Sequence[Span]) -> np.ndarray:
     places = np.array(offsets, np.int64).reshape(-1, 2)
     ends = np.maximum.accumulate(places[:, 1])
-    begins = np.minimum(places[:, 0], np.concatenate([[0], ends[:-1]])[: len(places)])
-    inside = np.zeros(len(places), bool)
+    return np.minimum(places[:, 0], np.concatenate([[0], ends[:-1]])[: len(places)])
+
+
+def _inside(begins: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
+    inside = np.zeros(len(begins), bool)
     for first, last in spans:
         inside |= (begins >= first) & (begins < last)
     return inside

@@ -1,8 +1,8 @@
 """Reading training files: bytes -> records.
 
 A record is one JSON object (a line of a `.jsonl` file, an element of a JSON array, a row of a
-parquet file) or the whole of a `.txt` file. Records are read one by one and keep nothing of each
-other: columns may change type or be null from row to row.
+parquet file, see `parquet`) or the whole of a `.txt` file. Records are read one by one and keep
+nothing of each other: columns may change type or be null from row to row.
 
 A line ends at LF and nowhere else: U+2028, U+2029 or U+0085 within a JSON string are text. CRLF, a
 byte order mark, blank lines and a missing last LF are tolerated.
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slidedp_jax.data.parquet import parquet_rows
 from slidedp_jax.errors import UserError
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".txt", ".parquet")
@@ -38,12 +39,14 @@ class Record:
       fields: the JSON object; None when the record could not be parsed.
       error: the parser's message in that case.
       whole_file: `fields["text"]` is a whole text file.
+      file: the file that it was read from.
     """
 
     source: str
     fields: Mapping[str, Any] | None
     error: str = ""
     whole_file: bool = False
+    file: str = ""
 
 
 def read_records(paths: Sequence[str | Path]) -> Iterator[Record]:
@@ -101,7 +104,8 @@ def _records_of(files: list[Path]) -> Iterator[Record]:
         if path.suffix == ".txt":
             yield _text_record(path)
         elif path.suffix == ".parquet":
-            yield from _parquet_records(path)
+            for number, fields in enumerate(parquet_rows(path), start=1):
+                yield Record(source=f"{path}:row {number}", fields=fields, file=str(path))
         elif _first_byte(path) == b"[":
             yield from _array_records(path)
         else:
@@ -122,7 +126,7 @@ def _text_record(path: Path) -> Record:
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text: {error}; convert it to UTF-8") from error
     text = text.replace("\r\n", "\n")
-    return Record(source=str(path), fields={"text": text}, whole_file=True)
+    return Record(source=str(path), fields={"text": text}, whole_file=True, file=str(path))
 
 
 def _line_records(path: Path) -> Iterator[Record]:
@@ -130,32 +134,32 @@ def _line_records(path: Path) -> Iterator[Record]:
         for number, line in enumerate(file, start=1):
             content = (line.removeprefix(_BOM) if number == 1 else line).strip(b" \t\r\n")
             if content:
-                yield _parse_line(f"{path}:{number}", content)
+                yield _parse_line(path, f"{path}:{number}", content)
 
 
-def _parse_line(source: str, content: bytes) -> Record:
+def _parse_line(path: Path, source: str, content: bytes) -> Record:
+    def failed(error: str) -> Record:
+        return Record(source=source, fields=None, error=error, file=str(path))
+
     try:
         value = json.loads(content.decode("utf-8"))
     except json.JSONDecodeError as error:
         hint = ""
         if content in (b"{", b"["):
             hint = "; the file looks like one JSON value over several lines: write one row per line"
-        message = f"not valid JSON: {error.msg} at column {error.colno}{hint}"
-        return Record(source=source, fields=None, error=message)
+        return failed(f"not valid JSON: {error.msg} at column {error.colno}{hint}")
     except UnicodeDecodeError as error:
-        return Record(source=source, fields=None, error=f"not UTF-8: {error.reason}")
+        return failed(f"not UTF-8: {error.reason}")
     except RecursionError:
-        return Record(source=source, fields=None, error="JSON nested too deeply")
-    return _object_record(source, value)
+        return failed("JSON nested too deeply")
+    return _object_record(path, source, value)
 
 
-def _object_record(source: str, value: Any) -> Record:
-    if isinstance(value, dict):
-        return Record(source=source, fields=value)
-    kind = type(value).__name__
-    return Record(
-        source=source, fields=None, error=f"a row must be a JSON object {{...}}, got {kind}"
-    )
+def _object_record(path: Path, source: str, value: Any) -> Record:
+    fields, error = value, ""
+    if not isinstance(value, dict):
+        fields, error = None, f"a row must be a JSON object {{...}}, got {type(value).__name__}"
+    return Record(source=source, fields=fields, error=error, file=str(path))
 
 
 def _array_records(path: Path) -> Iterator[Record]:
@@ -171,21 +175,4 @@ def _array_records(path: Path) -> Iterator[Record]:
     if not values:
         raise UserError(f"data file {path} holds an empty array: no rows")
     for number, value in enumerate(values, start=1):
-        yield _object_record(f"{path}:row {number}", value)
-
-
-def _parquet_records(path: Path) -> Iterator[Record]:
-    import pyarrow.parquet
-
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-    except (OSError, pyarrow.ArrowException) as error:
-        raise UserError(f"{path} cannot be read as parquet: {error}") from error
-    with file:
-        if file.metadata.num_rows == 0:
-            raise UserError(f"data file {path} has no rows")
-        number = 0
-        for batch in file.iter_batches(batch_size=1024):
-            for fields in batch.to_pylist():
-                number += 1
-                yield Record(source=f"{path}:row {number}", fields=fields)
+        yield _object_record(path, f"{path}:row {number}", value)

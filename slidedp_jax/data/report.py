@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from slidedp_jax.data.remarks import Remarks
+
 DROP_REASONS = {
     "bad": "malformed",
     "empty": "without tokens",
@@ -40,7 +42,7 @@ class DataReport:
       longest_source: its place.
       length_quantiles: quantile -> tokens per row before any cut.
       bad_rows: messages of the first malformed rows.
-      notes: further remarks for the user.
+      notes: remarks on rows that were used all the same, one for each file and kind.
     """
 
     files: tuple[str, ...]
@@ -107,7 +109,7 @@ class Tally:
     longest: tuple[int, str] = (0, "")
     lengths: array[int] = field(default_factory=lambda: array("q"))
     bad_rows: list[str] = field(default_factory=list)
-    notes: Counter[str] = field(default_factory=Counter)
+    remarks: Remarks = field(default_factory=Remarks)
 
     def saw_length(self, length: int, source: str) -> None:
         """Note a row's length before any cut."""
@@ -153,5 +155,5 @@ class Tally:
             longest_source=self.longest[1],
             length_quantiles=quantiles,
             bad_rows=tuple(self.bad_rows),
-            notes=tuple(f"{note} ({count:,} rows)" for note, count in self.notes.items()),
+            notes=self.remarks.lines(),
         )

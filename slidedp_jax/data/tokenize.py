@@ -51,7 +51,7 @@ def load_examples(
         nothing left to train on.
     """
     tally, builder = Tally(), ExamplesBuilder()
-    encoder = Encoder(tokenizer, settings, tally.notes)
+    encoder = Encoder(tokenizer, settings)
     records = enumerate(islice(read_records(paths), settings.max_rows))
     for chunk in _chunks(records, _ROWS_AT_ONCE):
         rows = []
@@ -59,14 +59,15 @@ def load_examples(
             tally.rows_in += 1
             row = _parsed(record, settings, tally)
             if row is not None:
-                rows.append((row_id, row))
-        for (row_id, row), encoded in zip(
-            rows, encoder.encode([row for _, row in rows]), strict=True
+                rows.append((row_id, record.file, row))
+        for (row_id, file, row), encoded in zip(
+            rows, encoder.encode([row for *_, row in rows]), strict=True
         ):
             if isinstance(encoded, RowError):
                 _bad_row(encoded, settings, tally)
                 continue
             _check_ids(encoded, row.source, vocab_size, tokenizer)
+            tally.remarks.add(file, (*row.remarks, *encoded.remarks))
             _keep_row(encoded, row, row_id, settings, tally, builder)
         if progress is not None:
             progress(tally.rows_in)

@@ -73,11 +73,32 @@ class Tokenizer:
 
         Args:
           text: any text.
-          add_special_tokens: also what the tokenizer puts around a text (bos, for many models).
-            Never for rendered chat text, whose template prints them.
+          add_special_tokens: also what the tokenizer puts around a text (bos, for many models),
+            as transformers does: a second time where the text has it. `begun` and `ended` do not.
         """
         ids = self.backend.encode(text, add_special_tokens=False).ids
         return [*self.prefix_ids, *ids, *self.suffix_ids] if add_special_tokens else ids
+
+    def begun(self, ids: Sequence[int]) -> list[int]:
+        """Ids with what the tokenizer puts before a text, once, also where the text had it."""
+        shared = _overlap(self.prefix_ids, ids)
+        return [*self.prefix_ids, *ids[shared:]]
+
+    def ended(self, ids: Sequence[int]) -> list[int]:
+        """Ids with what the tokenizer puts after a text and one eos, also where the text had them.
+
+        Raises:
+          UserError: there is no eos token.
+        """
+        if self.eos_id is None:
+            raise UserError(
+                f"{self.origin} names no eos token, so nothing can end a document or completion; "
+                "add eos_token to tokenizer_config.json or set append_eos to false"
+            )
+        suffix = [token for token in self.suffix_ids if token != self.eos_id]
+        ids = list(ids[:-1]) if ids and ids[-1] == self.eos_id else list(ids)
+        shared = _overlap(suffix[::-1], ids[::-1])
+        return [*ids[: len(ids) - shared], *suffix, self.eos_id]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of several texts without added specials, on all cores."""
@@ -292,6 +313,12 @@ def _surroundings(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple
     first = mask.index(0) if 0 in mask else len(mask)
     last = len(mask) - mask[::-1].index(0) if 0 in mask else len(mask)
     return tuple(whole.ids[:first]), tuple(whole.ids[last:])
+
+
+def _overlap(expected: Sequence[int], ids: Sequence[int]) -> int:
+    """Number of tokens with which both begin."""
+    pairs = enumerate(zip(expected, ids, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(expected), len(ids)))
 
 
 def _template_sources(

@@ -187,3 +187,30 @@ def test_dry_run_writes_nothing(inputs, tmp_path, capsys):
     assert main(inputs.command(tmp_path / "out", dry_run="true")) == 0
     assert "memory of each device" in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
+
+
+def test_the_rows_for_evaluation_are_reported_like_those_for_training(inputs, tmp_path, capsys):
+    said = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    rows = [
+        {"messages": [*said[:1], said[1] | {"reasoning": "why"}]},
+        {"messages": []},
+        {"messages": said[:1]},
+        {"prompt": "p", "completion": "long " * 99},
+    ]
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text(lines(*rows))
+    command = inputs.command(
+        tmp_path / "out", dry_run=True, validation_file=held_out, skip_bad_rows=True
+    )
+    assert main(command) == 0
+    training, evaluation = capsys.readouterr().out.split("for evaluation\n")
+    assert f"data     {inputs.rows}" in training and "48 rows in, 48 kept" in training
+    for part in (
+        f"data     {held_out}",
+        "4 rows in, 2 kept, 2 dropped, 1 truncated",
+        "1 dropped: malformed",
+        "1 dropped: nothing to learn",
+        f"skipped  {held_out}:2: `messages` must be a list",
+        f"note     {held_out}: the reasoning of 1 of 1 assistant messages",
+    ):
+        assert part in evaluation

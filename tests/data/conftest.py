@@ -7,10 +7,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tokenizers
 from template_texts import CHATML
 from tokenizers import decoders, models, pre_tokenizers, processors
+
+from slidedp_jax.data import IGNORED, ExampleSettings, load_examples, load_tokenizer
 
 ENDOFTEXT, IM_START, IM_END, BOS = 256, 257, 258, 259
 """Ids of the special tokens; `<|bos|>` exists only where a folder was made with `bos=True`."""
@@ -79,3 +82,22 @@ def chat_rows(count: int) -> list[dict[str, Any]]:
             messages.append({"role": "assistant", "content": f"é {turn} " + "word " * (i % 10)})
         rows.append({"messages": messages})
     return rows
+
+
+@pytest.fixture
+def load(tokenizer_folder, write_rows):
+    """Write rows and load them; keywords are settings."""
+
+    def load(rows, *, folder=tokenizer_folder, name="rows.jsonl", vocab_size=None, **settings):
+        settings = ExampleSettings(**{"max_seq_length": 512} | settings)
+        path = write_rows(rows, name)
+        return load_examples([path], load_tokenizer(folder), settings, vocab_size=vocab_size)
+
+    return load
+
+
+def learnt_text(examples, tokenizer, index):
+    """Supervised tokens as text, a bar between runs."""
+    ids, learnt = examples.input_ids(index), examples.labels(index) != IGNORED
+    runs = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(learnt)) + 1)
+    return "|".join(tokenizer.decode(ids[run]) for run in runs if learnt[run[0]])

@@ -67,3 +67,49 @@ PREFILLS_REASONING = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<Assistant><think>\n' }}{% endif %}"
 )
+# Tool calls as Qwen2.5 prints them, arguments by `tojson`.
+CALLS_AS_JSON = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+    "{% for c in m.tool_calls or [] %}"
+    "{{ '<tool_call>' + (c.function | tojson) + '</tool_call>' }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# As DeepSeek does: arguments are taken for JSON text.
+CALLS_AS_TEXT = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+    "{% for c in m.tool_calls or [] %}"
+    "{{ c.type + '<sep>' + c.function.name + '\n' + c.function.arguments + '\n' }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# As Mistral-7B-Instruct-v0.3 does: the system text stands before the last message if that is the
+# user's, so a finished conversation lacks it, but every prompt has it. Roles alternate, calls and
+# results aside.
+SYSTEM_IN_PROMPTS_ONLY = (
+    "{% if messages[0].role == 'system' %}"
+    "{% set system = messages[0].content %}{% set turns = messages[1:] %}"
+    "{% else %}{% set turns = messages %}{% endif %}"
+    "{% for m in turns | rejectattr('role', 'equalto', 'tool')"
+    " | rejectattr('tool_calls', 'defined') %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}"
+    "{% for m in turns %}"
+    "{% if m.role == 'user' %}"
+    "{{ '[INST]' + (system + '\n\n' if loop.last and system is defined else '') }}"
+    "{{ m.content + '[/INST]' }}"
+    "{% elif m.tool_calls is defined %}"
+    "{{ '[TOOL_CALLS][' + (m.tool_calls[0].function | tojson) + ']' + eos_token }}"
+    "{% elif m.role == 'tool' %}{{ '[TOOL_RESULTS]' + m.content + '[/TOOL_RESULTS]' }}"
+    "{% else %}{{ ' ' + m.content | trim + eos_token }}{% endif %}"
+    "{% endfor %}"
+)
+# The system text is put after the last question.
+SYSTEM_AFTER_QUESTION = (
+    "{% for m in messages if m.role != 'system' %}"
+    "{% if m.role == 'user' %}{{ '[INST]' + m.content }}"
+    "{% if messages[0].role == 'system' and loop.index0 >= messages | length - 3 %}"
+    "{{ '\n\n' + messages[0].content }}{% endif %}{{ '[/INST]' }}"
+    "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}"
+    "{% endfor %}"
+)

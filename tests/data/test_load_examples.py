@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from conftest import BOS, ENDOFTEXT, IM_END, chat_rows, write_tokenizer
+from conftest import BOS, ENDOFTEXT, IM_END, chat_rows, learnt_text, write_tokenizer
 from template_texts import CHATML, CHATML_MARKED
 
 from slidedp_jax.data import (
@@ -19,26 +19,6 @@ from slidedp_jax.data import (
 )
 from slidedp_jax.data.encode import tokens_in_spans
 from slidedp_jax.errors import UserError
-
-
-@pytest.fixture
-def load(tokenizer_folder, write_rows):
-    """Write rows and load them; keywords are settings."""
-
-    def load(rows, *, folder=tokenizer_folder, name="rows.jsonl", vocab_size=None, **settings):
-        settings = ExampleSettings(**{"max_seq_length": 512} | settings)
-        path = write_rows(rows, name)
-        return load_examples([path], load_tokenizer(folder), settings, vocab_size=vocab_size)
-
-    return load
-
-
-def learnt_text(examples, tokenizer, index):
-    """Supervised tokens as text, a bar between runs."""
-    ids, learnt = examples.input_ids(index), examples.labels(index) != IGNORED
-    runs = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(learnt)) + 1)
-    return "|".join(tokenizer.decode(ids[run]) for run in runs if learnt[run[0]])
-
 
 # What is supervised.
 

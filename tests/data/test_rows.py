@@ -133,6 +133,113 @@ def test_alpaca_and_sharegpt_become_conversations(write_rows):
     ]
 
 
+ALPACA = {"instruction": "q", "output": "a"}
+TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+
+
+@pytest.mark.parametrize("history", [[["q1", "a1"], ["q2", "a2"]], '[["q1", "a1"], ["q2", "a2"]]'])
+def test_alpaca_history_becomes_earlier_turns(write_rows, history):
+    row = row_of(ALPACA | {"history": history, "system": "s"}, write_rows)
+    said = ["s", "q1", "a1", "q2", "a2", "q", "a"]
+    assert [message["content"] for message in row.messages] == said
+    assert [m["role"] for m in row.messages] == ["system", *["user", "assistant"] * 3]
+    assert row.train == (False, *[False, True] * 3)
+
+
+@pytest.mark.parametrize("history", [None, [], "", "[]"])
+def test_no_history(write_rows, history):
+    assert row_of(ALPACA | {"history": history}, write_rows).messages == TURNS
+
+
+def test_history_from_parquet(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    rows = [ALPACA | {"history": [["q1", "a1"]]}, ALPACA | {"history": None}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    first, second = rows_of(tmp_path / "rows.parquet")
+    assert [message["content"] for message in first.messages] == ["q1", "a1", "q", "a"]
+    assert second.messages == TURNS
+
+
+def remarks_of(fields, write_rows, columns=None):
+    return [remark.text for remark in row_of(fields, write_rows, columns).remarks]
+
+
+@pytest.mark.parametrize(
+    ("fields", "unread"),
+    [
+        ({"messages": TURNS, "text": "t", "prompt": "p"}, ["text", "prompt"]),
+        ({"messages": TURNS, "system": "s", "tools": [], "labels": None, "input": ""}, []),
+        ({"prompt": "p", "completion": "c", "tools": [{"name": "f"}]}, ["tools"]),
+        ({"prompt": "p", "completion": "c", "system": "s"}, ["system"]),
+        ({"text": "t", "labels": [1], "chat_template_kwargs": {"a": 1}}, None),
+        ({"input_ids": [1], "labels": [1], "attention_mask": [1]}, []),
+        ({"input_ids": [1], "text": "t"}, ["text"]),
+        (ALPACA | {"input": "i", "text": "t", "other": 1}, ["text"]),
+    ],
+)
+def test_what_a_row_of_its_kind_does_not_read_is_remarked(write_rows, fields, unread):
+    unread = ["labels", "chat_template_kwargs"] if unread is None else unread
+    assert [text.split("`")[1] for text in remarks_of(fields, write_rows)] == unread
+
+
+def test_unread_columns_are_named_as_in_the_file(write_rows):
+    fields = {"chat": TURNS, "doc": "t", "text": "no field"}
+    remarks = remarks_of(fields, write_rows, {"messages": "chat", "text": "doc"})
+    assert remarks == ["`doc` beside `chat` is not read ({} rows)"]
+
+
+def test_messages_that_ask_to_be_learnt_and_are_not_the_assistants(write_rows):
+    turns = [USER | {"train": True}, {"role": "assistant", "content": "a", "weight": 1}]
+    row = row_of({"messages": turns}, write_rows)
+    assert row.train == (False, True)
+    assert [remark.text for remark in row.remarks] == [
+        "{} messages that are not the assistant's ask to be learnt; they are not"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        ({"a": None}, True),
+        ({"a": [{"b": None}]}, True),
+        ({"a": [None]}, False),
+        ({"a": 1}, False),
+        ('{"a": null}', False),
+    ],
+)
+def test_null_in_arguments_stays_and_is_counted(write_rows, arguments, found):
+    calls = [{"function": {"name": "f", "arguments": arguments}}] * 2
+    said = {"role": "assistant", "content": "", "tool_calls": calls}
+    row = row_of({"messages": [USER, said]}, write_rows)
+    as_object = json.loads(arguments) if isinstance(arguments, str) else arguments
+    assert row.messages[1]["tool_calls"][0]["function"]["arguments"] == as_object
+    assert sum(remark.count for remark in row.remarks) == 2 * found
+
+
+def test_null_in_definitions_is_counted_where_it_is_not_meant(write_rows):
+    tools = [
+        {"name": "f", "parameters": {"properties": {"a": {"default": None}, "b": None}}},
+        {"name": "g", "parameters": {"properties": {"a": {"default": None}}}},
+    ]
+    row = row_of({"messages": [USER], "tools": tools}, write_rows)
+    assert all("tool definitions hold null" in remark.text for remark in row.remarks)
+    assert [remark.count for remark in row.remarks] == [1, 0]
+
+
+@pytest.mark.parametrize("name", ["completion_mask", "assistant_masks", "loss_mask"])
+def test_masks_of_what_is_learnt(write_rows, name):
+    fields = {"input_ids": [5, 6, 7], name: [0, 1, 1]}
+    assert row_of(fields, write_rows).labels == [-100, 6, 7]
+    assert row_of(fields | {"labels": [5, 6, -100]}, write_rows).labels == [-100, 6, -100]
+    assert row_of(fields | {name: [False, True, True]}, write_rows).labels == [-100, 6, 7]
+    padded = fields | {"attention_mask": [1, 1, 0]}
+    assert row_of(padded, write_rows).labels == [-100, 6]
+    with pytest.raises(RowError, match=f"`{name}` has 1 entries, input_ids has 3"):
+        row_of(fields | {name: [1]}, write_rows)
+
+
 def test_message_lists_as_prompt_and_completion_train_the_completion(write_rows):
     said = {"role": "assistant", "content": "x"}
     row = row_of({"prompt": [USER, said, USER], "completion": [said]}, write_rows)
@@ -175,6 +282,21 @@ def test_columns_map_names(write_rows):
         ({"content": "a"}, r"no usable field among \['content'\]"),
         ({"conversations": [{"from": "alien", "value": ""}]}, r"conversations\[0\].from"),
         ({"messages": [USER], "tools": "{"}, "`tools` is a string but not JSON"),
+        ({"instruction": "q", "output": "a", "history": "x"}, "`history` is a string but not"),
+        ({"instruction": "q", "output": "a", "history": {}}, "`history` must be a list of"),
+        (
+            {"instruction": "q", "output": "a", "history": [["q", "a"], ["q"]]},
+            r"`history\[1\]` must be a \[question, answer\] pair, got 1 entries",
+        ),
+        (
+            {"instruction": "q", "output": "a", "history": [{"q": "a"}]},
+            r"`history\[0\]` must be a .*pair, got dict",
+        ),
+        (
+            {"instruction": "q", "output": "a", "history": [["q", None]]},
+            r"`history\[0\]\[1\]` must be a string, got null",
+        ),
+        ({"messages": [USER], "chat_template_kwargs": [1]}, "`chat_template_kwargs` must be an"),
         (3, "a row must be a JSON object"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from template_texts import (
+    CALLS_AS_JSON,
     CHATML,
     CHATML_MARKED,
     COUNTS_MESSAGES,
@@ -13,6 +14,8 @@ from template_texts import (
     NO_GENERATION_PROMPT,
     PREFILLS_REASONING,
     REPEATS_CONTENT,
+    SYSTEM_AFTER_QUESTION,
+    SYSTEM_IN_PROMPTS_ONLY,
 )
 
 from slidedp_jax.data.chat_template import ChatTemplate
@@ -33,9 +36,9 @@ def chat(*turns, train=None, **extra):
     return ChatRow(source="f:1", messages=messages, train=train or said, **extra)
 
 
-def learnt(row, source, **kwargs):
+def learnt(row, source, specials=SPECIALS, **kwargs):
     template = ChatTemplate(source, origin="test", special_tokens={"eos_token": "</s>"})
-    text, spans = assistant_spans(row, template, SPECIALS, **kwargs)
+    text, spans = assistant_spans(row, template, specials, **kwargs)
     assert text == template.render(row.messages, tools=row.tools)
     return [text[begin:end] for begin, end in spans]
 
@@ -74,12 +77,95 @@ def test_space_before_the_first_word_is_learnt_without_generation_prompt():
     assert learnt(chat("q", "a", "q", "b"), INSTRUCTION) == [" a</s>", " b</s>"]
 
 
-def test_system_text_moved_to_the_last_question():
-    system = {"role": "system", "content": "sys"}
+SYSTEM = {"role": "system", "content": "sys"}
+MOVED_SYSTEM = (INSTRUCTION, SYSTEM_IN_PROMPTS_ONLY, SYSTEM_AFTER_QUESTION)
+
+
+@pytest.mark.parametrize("specials", [SPECIALS, ()])
+@pytest.mark.parametrize("system", [[SYSTEM], []])
+@pytest.mark.parametrize("source", MOVED_SYSTEM)
+def test_system_text_moved_to_the_last_question(source, system, specials):
     q, a = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
-    row = chat(system, q, a, q, a)
-    spans = learnt(row, INSTRUCTION)
-    assert [span.strip() for span in spans] == ["a</s>", "a</s>"]
+    b = {"role": "assistant", "content": "b"}
+    assert learnt(chat(*system, q, a), source, specials) == [" a</s>"]
+    row = chat(*system, q, a, q, b, q, a)
+    assert learnt(row, source, specials) == [" a</s>", " b</s>", " a</s>"]
+    assert learnt(chat(*system, q, a, q), source, specials) == [" a</s>"]
+
+
+def test_system_text_in_prompts_only_and_tools():
+    q, a = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+    called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
+    result = {"role": "tool", "content": "3"}
+    said = '[TOOL_CALLS][{"name": "f"}]</s>'
+    for system in ([SYSTEM], []):
+        row = chat(*system, q, called, result, a, q, a, q, called)
+        assert learnt(row, SYSTEM_IN_PROMPTS_ONLY) == [said, " a</s>", " a</s>", said]
+
+
+def test_a_header_before_the_words_is_not_learnt_where_the_head_changes():
+    source = COUNTS_MESSAGES.split("{% if add", 1)[0]
+    assert learnt(chat("q", "a", "q", "b"), source) == ["a<|im_end|>", "b<|im_end|>"]
+
+
+def test_what_the_model_must_say_first_is_learnt_where_the_head_changes():
+    source = "{{ messages | length }} messages\n" + EOS_AT_THE_END
+    assert learnt(chat("q", "a", "q", "b"), source) == [
+        "<think></think>a<|im_end|>",
+        "<think></think>b<|im_end|>\n</s>",
+    ]
+
+
+# The tokenizer may list the closing token among its special ones or not.
+
+OTHERS = ("</think>", "</tool_call>")
+
+
+@pytest.mark.parametrize("specials", [(), OTHERS])
+@pytest.mark.parametrize("source", [CHATML, NO_GENERATION_PROMPT, COUNTS_MESSAGES])
+def test_closing_token_that_is_not_special(source, specials):
+    row = chat("q", "first", "q", "second\n", "q", "")
+    assert learnt(row, source, specials) == [
+        "first<|im_end|>",
+        "second\n<|im_end|>",
+        "<|im_end|>",
+    ]
+    assert learnt(chat("q", "a", "and?"), source, specials) == ["a<|im_end|>"]
+
+
+@pytest.mark.parametrize("specials", [SPECIALS, (), OTHERS])
+def test_closing_token_that_is_not_special_and_old_reasoning(specials):
+    row = chat("q", "<think>\nhm\n</think>\n\none", "q", "<think>\nso\n</think>\n\ntwo")
+    assert learnt(row, DROPS_OLD_REASONING, specials) == [
+        "one<|im_end|>",
+        "<think>\nso\n</think>\n\ntwo<|im_end|>",
+    ]
+    assert learnt(chat("q", "one", "q", "two"), EOS_AT_THE_END, specials) == [
+        "<think></think>one<|im_end|>",
+        "<think></think>two<|im_end|>\n</s>",
+    ]
+
+
+@pytest.mark.parametrize("specials", [SPECIALS, (), OTHERS, (*SPECIALS, *OTHERS)])
+@pytest.mark.parametrize("head", ["", "{{ messages | length }} messages\n"])
+def test_tokens_of_the_content_do_not_close_it(head, specials):
+    calls = [{"function": {"name": "f", "arguments": {}}}]
+    called = {"role": "assistant", "content": "</think>\n", "tool_calls": calls}
+    row = chat("q", called, "q", "b</tool_call>\n")
+    said = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    assert learnt(row, head + CALLS_AS_JSON, specials) == [
+        f"</think>\n{said}<|im_end|>",
+        "b</tool_call>\n<|im_end|>",
+    ]
+
+
+@pytest.mark.parametrize("head", ["", "{{ messages | length }} messages\n"])
+def test_templates_without_a_closing_token(head):
+    source = "{% for m in messages %}{{ '<|im_start|>' + m.role + ': ' + m.content }}{% endfor %}"
+    source += "{% if add_generation_prompt %}{{ '<|im_start|>assistant: ' }}{% endif %}"
+    assert learnt(chat("q", "a", "q", "b"), head + source) == ["a", "b"]
+    lines = source.replace("m.content }}", "m.content + '\n' }}")
+    assert learnt(chat("q", "a", "q", "b"), head + lines) == ["a\n", "b\n"]
 
 
 def test_old_reasoning_is_dropped_and_new_is_learnt():

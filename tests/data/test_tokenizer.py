@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from datetime import datetime
 
 import pytest
@@ -68,6 +69,45 @@ def test_specials_around_a_text(tmp_path):
     tokenizer = load_tokenizer(write_tokenizer(tmp_path / "m", bos=True))
     assert tokenizer.encode("a", add_special_tokens=True) == [BOS, 64]
     assert tokenizer.encode("a") == [64]
+
+
+@pytest.mark.parametrize(
+    ("prefix", "text", "ids"),
+    [
+        ([], [7, 8], [7, 8]),
+        ([1], [7, 8], [1, 7, 8]),
+        ([1], [1, 7], [1, 7]),
+        ([1], [], [1]),
+        ([1], [7, 1], [1, 7, 1]),
+        ([1, 2], [1, 2, 7], [1, 2, 7]),
+        ([1, 2], [1, 7], [1, 2, 7]),
+        ([1, 2], [2, 7], [1, 2, 2, 7]),
+    ],
+)
+def test_a_text_has_its_beginning_once(tokenizer_folder, prefix, text, ids):
+    tokenizer = replace(load_tokenizer(tokenizer_folder), prefix_ids=tuple(prefix))
+    assert tokenizer.begun(text) == ids
+    assert tokenizer.begun(ids) == ids
+
+
+@pytest.mark.parametrize(
+    ("suffix", "text", "ids"),
+    [
+        ([], [7], [7, 9]),
+        ([], [7, 9], [7, 9]),
+        ([], [], [9]),
+        ([9], [7], [7, 9]),
+        ([9], [7, 9], [7, 9]),
+        ([3], [7], [7, 3, 9]),
+        ([3], [7, 9], [7, 3, 9]),
+        ([3], [7, 3], [7, 3, 9]),
+        ([3, 9], [7, 3, 9], [7, 3, 9]),
+    ],
+)
+def test_a_text_has_its_end_once(tokenizer_folder, suffix, text, ids):
+    tokenizer = replace(load_tokenizer(tokenizer_folder), suffix_ids=tuple(suffix), eos_id=9)
+    assert tokenizer.ended(text) == ids
+    assert tokenizer.ended(ids) == ids
 
 
 def test_named_special_token_that_is_an_ordinary_word(tokenizer_folder):

@@ -360,6 +360,13 @@ def test_a_prompt_is_a_users_message_where_there_is_a_chat_template(demo_folder)
         encode_prompt(bare, "Hi", chat=True)
 
 
+def test_a_prompt_has_what_begins_a_text_once_and_nothing_that_ends_one(demo_folder):
+    tokenizer = dataclasses.replace(load_tokenizer(demo_folder), prefix_ids=(0,), suffix_ids=(2,))
+    begin, plain = tokenizer.decode([0]), tokenizer.encode("Hi")
+    assert encode_prompt(tokenizer, "Hi", chat=False) == [0, *plain]
+    assert encode_prompt(tokenizer, f"{begin}Hi", chat=False) == [0, *plain]
+
+
 def test_the_command_says_what_is_wrong(tmp_path, demo_folder, capsys):
     assert main(["--model_name_or_path", str(tmp_path), "--prompt", "A", *PROCESS]) == 2
     assert capsys.readouterr().err.startswith(f"error: {tmp_path}")

@@ -1,0 +1,54 @@
+"""What a user should know of rows that are used all the same, counted by file.
+
+A row says how many of its things (messages, calls, the row itself) a remark is true of; a file's
+rows together become one line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import final
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Remark:
+    """Something about a row.
+
+    Attributes:
+      text: what is printed, `{}` where the number goes.
+      count: how many things of the row it is true of; nothing is printed of a file without any.
+      of: how many things of the row it could have been true of; None where that says nothing.
+    """
+
+    text: str
+    count: int = 1
+    of: int | None = None
+
+
+@final
+class Remarks:
+    """The remarks of all files while they grow."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[str, str], tuple[int, int | None]] = {}
+
+    def add(self, file: str, remarks: Iterable[Remark]) -> None:
+        """Count what is said of one row of a file."""
+        for remark in remarks:
+            key = (file, remark.text)
+            count, of = self._sums.get(key, (0, None))
+            of = of if remark.of is None else (of or 0) + remark.of
+            self._sums[key] = (count + remark.count, of)
+
+    def lines(self) -> tuple[str, ...]:
+        """One line for each file and remark, in the order in which they came up."""
+        return tuple(
+            f"{file}: {text.replace('{}', _number(count, of), 1)}"
+            for (file, text), (count, of) in self._sums.items()
+            if count
+        )
+
+
+def _number(count: int, of: int | None) -> str:
+    return f"{count:,}" if of is None else f"{count:,} of {of:,}"
