@@ -12,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -22,6 +23,14 @@ if TYPE_CHECKING:
     import jax
 
 Platform = Literal["auto", "cpu", "cuda"]
+
+CHOOSE_WITHOUT_TIMING = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": "false"}
+"""XLA flags under which kernels of matrix products are chosen by cuBLAS's rules.
+
+By default XLA times candidates while it compiles and takes the fastest, which differs from one
+compilation to the next and with it the last bits of results: on an H200 the same command ended in
+other weights (docs/benchmarks). Steps are as fast, and compiling is twice as fast.
+"""
 
 _MULTI_OUTPUT_FUSION = "xla_cpu_use_multi_output_fusion"
 _EXTRA_OPTIONS = "--xla_backend_extra_options="
@@ -179,6 +188,7 @@ def _set_environment(platform: str, fraction: float, pinned_limit_gib: int | Non
         os.environ.setdefault("PJRT_NPROC", "32")
         return
     _map_large_allocations()
+    _add_flags(CHOOSE_WITHOUT_TIMING)
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(fraction))
     if pinned_limit_gib is None:
         pinned_limit_gib = max(8, int(_physical_memory_gib() * 0.6))
@@ -187,6 +197,14 @@ def _set_environment(platform: str, fraction: float, pinned_limit_gib: int | Non
 
 def _jax_version() -> tuple[int, ...]:
     return tuple(int(part) for part in importlib.metadata.version("jax").split(".")[:2])
+
+
+def _add_flags(wanted: Mapping[str, str]) -> None:
+    """XLA flags that nobody has set otherwise."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    named = {flag.lstrip("-").split("=")[0] for flag in flags}
+    flags += [f"--{name}={value}" for name, value in wanted.items() if name not in named]
+    os.environ["XLA_FLAGS"] = " ".join(flags)
 
 
 def _add_multi_output_fusion() -> None:

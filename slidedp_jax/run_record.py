@@ -27,6 +27,7 @@ def essential(record: Mapping[str, Any]) -> dict[str, Any]:
         "strategy": record["plan"]["chosen"]["strategy"],
         "planned_for": record["planned_for"],
         "versions": record["versions"],
+        "xla_flags": record["xla_flags"],
     }
 
 
@@ -59,6 +60,7 @@ def read_run(
             "strategy": record.get("plan", {}).get("chosen", {}).get("strategy"),
             "planned_for": record.get("planned_for"),
             "versions": record.get("versions", {}),
+            "xla_flags": record.get("xla_flags"),
         }, []
     except FileNotFoundError:
         why = "is missing"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import json
+import os
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -19,6 +20,7 @@ from slidedp_jax.arguments import TrainArguments
 from slidedp_jax.checkpoint_record import check_configuration, read_record
 from slidedp_jax.errors import UserError
 from slidedp_jax.process import current_setup
+from slidedp_jax.run_record import IN_CHECKPOINT
 from slidedp_jax.run_setup import RunInputs
 from slidedp_jax.schedule import learning_rate
 
@@ -94,7 +96,7 @@ class Resumption:
                 f"the learning rate jumps here from {rates[0]:.4g} to {rates[1]:.4g}: the run has "
                 f"{inputs.num_steps} steps now, {before['num_steps']} before"
             )
-        return notes + _version_notes(before.get("run", {}).get("versions", {}))
+        return notes + _compiler_notes(before.get(IN_CHECKPOINT, {}))
 
 
 def resumption(checkpoint: pathlib.Path | None) -> Resumption | None:
@@ -170,11 +172,18 @@ def _other_devices(before: Mapping[str, Any] | None) -> list[str]:
     ]
 
 
-def _version_notes(before: Mapping[str, str]) -> list[str]:
-    """Compilers and libraries that decide the last bits."""
+def xla_flags() -> list[str]:
+    """Flags of the compiler, which may decide the last bits."""
+    return sorted(os.environ.get("XLA_FLAGS", "").split())
+
+
+def _compiler_notes(before: Mapping[str, Any]) -> list[str]:
+    versions, flags = before.get("versions", {}), before.get("xla_flags")
     changed = [
-        f"{name} {before[name]} -> {now}"
+        f"{name} {versions[name]} -> {now}"
         for name in ("jax", "jaxlib", "optax")
-        if name in before and before[name] != (now := importlib.metadata.version(name))
+        if name in versions and versions[name] != (now := importlib.metadata.version(name))
     ]
+    if flags is not None and flags != xla_flags():
+        changed.append(f"XLA_FLAGS {' '.join(flags)} -> {' '.join(xla_flags())}")
     return [f"results may differ in the last bits: {', '.join(changed)}"] if changed else []

@@ -397,13 +397,14 @@ class _Run:
                 print(f"  averaged:    {self._folder.export_ema}")
 
     def _record(self, trainer: Any) -> dict[str, Any]:
-        from slidedp_jax.run_resume import planned_for
+        from slidedp_jax.run_resume import planned_for, xla_flags
 
         packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "grain")
         return {
             "arguments": dataclasses.asdict(self._args),
             "plan": plan_as_dict(self._plan),
             "planned_for": planned_for(),
+            "xla_flags": xla_flags(),
             "configuration": dataclasses.asdict(self._inputs.config),
             "kernel_form": trainer.kernel_form,
             "data": dataclasses.asdict(self._inputs.report),

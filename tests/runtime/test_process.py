@@ -136,6 +136,25 @@ def test_flags_of_the_user_are_kept():
 
 
 @pytest.mark.parametrize(
+    ("given", "level"),
+    [("", "0"), ("--xla_gpu_autotune_level=3 --xla_gpu_force_compilation_parallelism=1", "3")],
+)
+def test_beside_gpus_no_stopwatch_chooses_kernels(given, level):
+    """Unless the user wants it; XLA ends the process where it does not know a flag."""
+    code = (
+        "import os\nfrom slidedp_jax import process\nprocess._set_environment('cuda', 0.9, 8)\n"
+        "import jax\njax.config.update('jax_platforms', 'cpu')\njax.devices()\n"
+        "print(os.environ['XLA_FLAGS'])"
+    )
+    result = run(code, XLA_FLAGS=given)
+    assert result.returncode == 0, result.stderr
+    flags = result.stdout.split()
+    assert [f for f in flags if "autotune_level" in f] == [f"--xla_gpu_autotune_level={level}"]
+    assert "--xla_gpu_enable_triton_gemm=false" in flags
+    assert set(given.split()) <= set(flags)
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ("platform='tpu'", "ValueError: platform='tpu'; allowed: 'auto', 'cpu', 'cuda'"),
