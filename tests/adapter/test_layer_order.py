@@ -16,7 +16,7 @@ from slidedp_jax import Trainer, UserError
 from slidedp_jax.adapter.paths import by_number
 
 VOCAB, WIDTH, ROWS, TOKENS, RATE = 23, 8, 4, 6, 0.1
-MANY = (12, 101)
+MANY = (12, pytest.param(101, marks=pytest.mark.thorough))
 
 
 def matrices(number: int) -> list[np.ndarray]:
@@ -215,7 +215,7 @@ def test_trees(kind, number):
     assert_trained(result, ["table", *names, "out"])
 
 
-@pytest.mark.parametrize("number", MANY)
+@pytest.mark.parametrize("number", (12, 101))
 @pytest.mark.parametrize("kind", MODULES)
 def test_modules(kind, number):
     stem = {"nnx list": "stack.", "nnx dict": "stack.b", "nnx attributes": "block_"}[kind]

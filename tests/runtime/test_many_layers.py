@@ -12,7 +12,7 @@ from slidedp_jax.checkpoint import restore, save
 OPTIMIZER = optax.adamw(1e-2)
 
 
-@pytest.mark.parametrize("layers", [12, 101])
+@pytest.mark.parametrize("layers", [12, pytest.param(101, marks=pytest.mark.thorough)])
 def test_the_decoder_runs_its_layers_in_order(layers, tmp_path):
     config = small_config(layers=layers)
     params = initial_parameters(config)
