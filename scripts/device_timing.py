@@ -68,8 +68,10 @@ class Bench:
         from models import decoder
         from models.config import named_config
         from slidedp_jax.compute import ComputePrograms
+        from slidedp_jax.device_map import DeviceMap
         from slidedp_jax.process import current_setup
         from slidedp_jax.routes import GradientPath, weight_path
+        from slidedp_jax.wire_programs import WirePrograms
 
         self.args, self._start = args, start
         self.device = current_setup().devices()[0][0]
@@ -86,8 +88,9 @@ class Bench:
             model = decoder.build(
                 self.config, attention=self.attention, loss_chunk_tokens=chunk_tokens
             )
-            path = (self.mesh, self.weights, self.gradients, self.dtype)
-            return model, ComputePrograms(model, *path)
+            on_devices = DeviceMap(self.mesh, self.dtype)
+            wire = WirePrograms(on_devices, self.weights, self.gradients)
+            return model, ComputePrograms(model, on_devices, wire)
 
         self.programs_for = programs
         self.model, self.programs = programs(min(4096, args.tokens))

@@ -79,8 +79,8 @@ def _time_packing(bench: Bench) -> None:
     (part,) = layout.parts
     pieces = tuple(bench.normal((part.piece_size,), 0.02) for _ in range(part.num_pieces))
     gradients = (jax.tree.map(lambda leaf: leaf[None], bench.params(bench.model.layers[0])),)
-    jax.block_until_ready(bench.programs.unpack(layout, ((pieces,),)))
-    jax.block_until_ready(bench.programs.pack(layout, gradients))
+    jax.block_until_ready(bench.programs.wire.unpack(layout, ((pieces,),)))
+    jax.block_until_ready(bench.programs.wire.pack(layout, gradients))
     unpack = bench.programs._unpack[layout.signature]
     pack = bench.programs._pack[layout.signature]
     bench.time("unpack of a layer", unpack, (((pieces,),),))

@@ -1,4 +1,4 @@
-"""The programs that compute devices run: unpack, forward, backward, gradient packing.
+"""The model's passes as programs of the compute devices: forward, backward, head, generation.
 
 Everything runs in `shard_map` over the data axis: weights are the same on every device, rows are
 split. A program is compiled once per distinct structure of a chunk, whatever the depth.
@@ -7,26 +7,21 @@ split. A program is compiled once per distinct structure of a chunk, whatever th
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from models.streamed import Cache, CachedFn, StreamedModel
 from slidedp_jax.chunk import ChunkLayout, Trained
 from slidedp_jax.chunk_trace import LayerFns, accumulate, apply_layers, choose, merge
+from slidedp_jax.device_map import ROWS, SAME, DeviceMap
 from slidedp_jax.kept import Body, KeptPrograms
-from slidedp_jax.routes import DATA_AXIS, GradientPath, ShardAllGather, WeightPath
-from slidedp_jax.split_float import join
-
-_ROWS, _SAME = PartitionSpec(DATA_AXIS), PartitionSpec()
-
-FetchedChunk = tuple[tuple[tuple[jax.Array, ...], ...], ...]
-"""Per part of a chunk, what the weight route fetched of `high` and, in fp32 compute, of `low`."""
+from slidedp_jax.wire_programs import WirePrograms
 
 
 class ComputePrograms:
@@ -34,10 +29,8 @@ class ComputePrograms:
 
     Args:
       model: the decoder.
-      mesh: compute devices, one axis `data`.
-      weights: weight route.
-      gradients: gradient route.
-      compute_dtype: dtype of weights and activations.
+      on_devices: compiles for the compute devices, in the dtype of weights and activations.
+      wire: programs that unpack weights and pack gradients.
       embed_trained: which leaves of the embedding are trained; None: all.
       head_trained: which leaves of the head are trained; None: all.
     """
@@ -45,10 +38,8 @@ class ComputePrograms:
     def __init__(
         self,
         model: StreamedModel,
-        mesh: Mesh,
-        weights: WeightPath,
-        gradients: GradientPath,
-        compute_dtype: Any,
+        on_devices: DeviceMap,
+        wire: WirePrograms,
         *,
         embed_trained: Trained | None = None,
         head_trained: Trained | None = None,
@@ -56,79 +47,28 @@ class ComputePrograms:
         self._embed_trained = embed_trained
         self._head_trained = head_trained
         self._model = model
-        self._mesh = mesh
-        self._weights = weights
-        # State that stays on the devices lies there in shares.
-        self._resident_weights = ShardAllGather(mesh)
-        self._gradients = gradients
-        self.compute_dtype = jnp.dtype(compute_dtype)
+        self._on_devices = on_devices
+        self.wire = wire
+        self.compute_dtype = on_devices.compute_dtype
         # Caches of this object, not of its class, which would keep every program for ever.
         self.forward = functools.cache(self._make_forward)
         self.cached_forward = functools.cache(self._make_cached_forward)
-        self.kept = functools.cache(functools.partial(KeptPrograms, self._map))
+        self.kept = functools.cache(functools.partial(KeptPrograms, self._on_devices))
         self._backward_bodies = functools.cache(self._make_backward_body)
         self._backward: dict[Any, Callable[..., Any]] = {}
         self.head_backward = functools.cache(self._make_head_backward)
-        self._unpack: dict[Any, Callable[..., Any]] = {}
-        self._pack: dict[Any, Callable[..., Any]] = {}
-        self.embed = self._map(model.embed_fn, (_SAME, _ROWS), _ROWS)
-        self.logits = self._map(model.head_logits_fn, (_SAME, _SAME, _ROWS), _ROWS)
-        self.logits_at = self._map(self._logits_at, (_SAME, _SAME, _ROWS, _ROWS), _ROWS)
-        self.loss = self._map(self._loss, (_SAME, _SAME, _ROWS, _ROWS), _ROWS)
-        self.embed_backward = self._map(
-            self._embed_backward, (_SAME, _ROWS, _ROWS, _ROWS), _ROWS, donate=(3,)
+        self.embed = self._on_devices(model.embed_fn, (SAME, ROWS), ROWS)
+        self.logits = self._on_devices(model.head_logits_fn, (SAME, SAME, ROWS), ROWS)
+        self.logits_at = self._on_devices(self._logits_at, (SAME, SAME, ROWS, ROWS), ROWS)
+        self.loss = self._on_devices(self._loss, (SAME, SAME, ROWS, ROWS), ROWS)
+        self.embed_backward = self._on_devices(
+            self._embed_backward, (SAME, ROWS, ROWS, ROWS), ROWS, donate=(3,)
         )
-
-    def _map(
-        self, function: Callable[..., Any], inputs: Any, outputs: Any, donate: Sequence[int] = ()
-    ) -> Callable[..., Any]:
-        if self.compute_dtype == jnp.float32:
-            function = _in_full_precision(function)
-        mapped = jax.shard_map(
-            function, mesh=self._mesh, in_specs=inputs, out_specs=outputs, check_vma=False
-        )
-        return jax.jit(mapped, donate_argnums=tuple(donate))
 
     def layer_index(self, index: int) -> jax.Array:
         """A layer's index on every device, int32 [G], as the batches carry it."""
-        rows = NamedSharding(self._mesh, _ROWS)
-        return jax.device_put(np.full(self._mesh.size, index, np.int32), rows)
-
-    def unpack(self, layout: ChunkLayout, arrays: FetchedChunk) -> Any:
-        """Fetched arrays of a chunk -> one parameter tree per stage, in the compute dtype."""
-        program = self._unpack.get(layout.signature)
-        if program is None:
-            path = self._resident_weights if layout.resident else self._weights
-
-            def part(fields: Any) -> jax.Array:
-                flats = [path.assemble(field) for field in fields]
-                return join(*flats) if len(flats) == 2 else flats[0]
-
-            def body(arrays: Any) -> Any:
-                return layout.unpack([part(fields) for fields in arrays])
-
-            program = self._map(body, (path.spec,), _SAME)
-            self._unpack[layout.signature] = program
-        return program(arrays)
-
-    def pack(self, layout: ChunkLayout, trees: Any) -> tuple[tuple[jax.Array, ...], jax.Array]:
-        """Accumulated gradients of a chunk -> (wire array per trained part, sums of squares [G]).
-
-        `trees` has no leaves for frozen parameters.
-        """
-        program = self._pack.get(layout.structure)
-        if program is None:
-            body = functools.partial(self._packed, layout)
-            program = self._map(body, (_ROWS,), (_ROWS, _ROWS))
-            self._pack[layout.structure] = program
-        return program(trees)
-
-    def _packed(self, layout: ChunkLayout, trees: Any) -> tuple[tuple[jax.Array, ...], jax.Array]:
-        own = jax.tree.map(lambda leaf: leaf[0], trees)
-        dtype = jnp.result_type(*jax.tree.leaves(own))
-        sent = [self._gradients.to_wire(flat) for flat in layout.pack(own, dtype)]
-        wires, squares = zip(*sent, strict=True)
-        return wires, sum(squares[1:], start=squares[0])
+        mesh = self._on_devices.mesh
+        return jax.device_put(np.full(mesh.size, index, np.int32), NamedSharding(mesh, ROWS))
 
     def backward(
         self, key: tuple[Any, ...], *, kept: bool, above: ChunkLayout | None = None
@@ -144,23 +84,25 @@ class ComputePrograms:
         Returns:
           The program (trees, x before the chunk, [kept results,] dy, batch, sums or None) ->
           (dx, sums), where sums are trees of [G, ...], each device's own gradients; with `above`,
-          (its gradients, the same arguments) -> (as `pack` returns them, (dx, sums)).
+          (its gradients, the same arguments) -> (as `WirePrograms.pack` does, (dx, sums)).
         """
         name = key, kept, None if above is None else above.structure
         if name not in self._backward:
             body = self.kept(*key).backward if kept else self._backward_bodies(*key)
             if above is None:
-                program = self._map(body.function, body.inputs, (_ROWS, _ROWS), donate=body.donate)
+                program = self._on_devices(
+                    body.function, body.inputs, (ROWS, ROWS), donate=body.donate
+                )
             else:
-                pack = functools.partial(self._packed, above)
+                pack = functools.partial(self.wire.packed, above)
 
                 def both(gradients: Any, *arguments: Any) -> Any:
                     return pack(gradients), body.function(*arguments)
 
-                program = self._map(
+                program = self._on_devices(
                     both,
-                    (_ROWS, *body.inputs),
-                    ((_ROWS, _ROWS), (_ROWS, _ROWS)),
+                    (ROWS, *body.inputs),
+                    ((ROWS, ROWS), (ROWS, ROWS)),
                     donate=[1 + number for number in body.donate],
                 )
             self._backward[name] = program
@@ -172,7 +114,7 @@ class ComputePrograms:
         def body(trees: Any, x: jax.Array, batch: Any) -> jax.Array:
             return apply_layers(layer_fns, trees, x, batch)
 
-        return self._map(body, (_SAME, _ROWS, _ROWS), _ROWS)
+        return self._on_devices(body, (SAME, ROWS, ROWS), ROWS)
 
     def _make_cached_forward(self, layer_fns: tuple[CachedFn, ...]) -> Callable[..., Any]:
         """(trees per layer, x, batch, caches per layer) -> (x, caches); the caches are donated."""
@@ -184,7 +126,7 @@ class ComputePrograms:
                 kept.append(cache)
             return x, tuple(kept)
 
-        return self._map(body, (_SAME, _ROWS, _ROWS, _ROWS), (_ROWS, _ROWS), donate=(3,))
+        return self._on_devices(body, (SAME, ROWS, ROWS, ROWS), (ROWS, ROWS), donate=(3,))
 
     def _make_backward_body(
         self,
@@ -213,7 +155,7 @@ class ComputePrograms:
 
         return Body(
             function=body,
-            inputs=(_SAME, _ROWS, _ROWS, _ROWS, _ROWS),
+            inputs=(SAME, ROWS, ROWS, ROWS, ROWS),
             donate=(2, 4) if needs_dx else (4,),
         )
 
@@ -251,8 +193,8 @@ class ComputePrograms:
             )
             return value[None], dx, total
 
-        return self._map(
-            body, (_SAME, _SAME, _ROWS, _ROWS, _SAME, _ROWS), (_ROWS, _ROWS, _ROWS), donate=(5,)
+        return self._on_devices(
+            body, (SAME, SAME, ROWS, ROWS, SAME, ROWS), (ROWS, ROWS, ROWS), donate=(5,)
         )
 
     def embed_backward_reads_values(self, batch: Any, dx: jax.Array) -> bool:
@@ -288,14 +230,3 @@ class ComputePrograms:
             return self._model.embed_fn(merge(chosen, frozen), batch).astype(dx.dtype)
 
         return jax.vjp(lookup, chosen)[1](dx)[0]
-
-
-def _in_full_precision(function: Callable[..., Any]) -> Callable[..., Any]:
-    """On GPUs JAX multiplies float32 matrices in TF32, with a mantissa of 10 bits, by default."""
-
-    @functools.wraps(function)
-    def wrapped(*arguments: Any) -> Any:
-        with jax.default_matmul_precision("highest"):
-            return function(*arguments)
-
-    return wrapped

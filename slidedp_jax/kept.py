@@ -16,12 +16,7 @@ from jax.sharding import PartitionSpec
 
 from slidedp_jax.chunk import Trained
 from slidedp_jax.chunk_trace import LayerFns, accumulate, apply_layers, choose, merge
-from slidedp_jax.routes import DATA_AXIS
-
-_ROWS, _SAME = PartitionSpec(DATA_AXIS), PartitionSpec()
-
-Map = Callable[..., Callable[..., Any]]
-"""`ComputePrograms._map`: (function, input specs, output specs, donate=()) -> compiled program."""
+from slidedp_jax.device_map import ROWS, SAME, DeviceMap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +42,7 @@ class KeptPrograms:
     """Forward and backward of one structure of chunk; forward runs first.
 
     Args:
-      map_rows: compiles a function for the mesh.
+      on_devices: compiles for the compute devices.
       layer_fns: the chunk's layers.
       widen: sum gradients in fp32 (several microbatches).
       trained: which leaves are trained; None: all.
@@ -61,7 +56,7 @@ class KeptPrograms:
 
     def __init__(
         self,
-        map_rows: Map,
+        on_devices: DeviceMap,
         layer_fns: LayerFns,
         widen: bool,
         trained: Trained | None,
@@ -72,10 +67,10 @@ class KeptPrograms:
         self._trained = trained
         self._needs_dx = needs_dx
         self._pullbacks: dict[Any, tuple[Any, list[int | None]]] = {}
-        self.forward = map_rows(self._forward, (_SAME, _ROWS, _ROWS), (_ROWS, _ROWS))
+        self.forward = on_devices(self._forward, (SAME, ROWS, ROWS), (ROWS, ROWS))
         self.backward = Body(
             function=self._backward,
-            inputs=(_SAME, _ROWS, _ROWS, _ROWS, _ROWS, _ROWS),
+            inputs=(SAME, ROWS, ROWS, ROWS, ROWS, ROWS),
             donate=(3, 5) if needs_dx else (5,),
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,6 @@ from planner.strategy import Strategy
 from slidedp_jax.chunk import FROZEN, ChunkLayout, lay_out
 from slidedp_jax.errors import UserError
 from slidedp_jax.freezing import frozen_names
-from slidedp_jax.treatments import Treatments
 
 
 def trained_shapes(model: StreamedModel, frozen: Sequence[str]) -> dict[str, tuple[int, ...]]:
@@ -33,11 +32,24 @@ def trained_shapes(model: StreamedModel, frozen: Sequence[str]) -> dict[str, tup
 
 
 def chunks_of(
-    model: StreamedModel, strategy: Strategy, treatments: Treatments
+    model: StreamedModel,
+    strategy: Strategy,
+    *,
+    groups: Mapping[str, int],
+    kinds: Mapping[str, int],
+    whole: Collection[str] = (),
 ) -> tuple[list[ChunkLayout], list[tuple[Any, ...]]]:
     """Layouts of embedding, layer chunks and head, and the layer functions of each layer chunk.
 
-    Parameters that `treatments` does not know are frozen.
+    Args:
+      model: its stages.
+      strategy: how they are cut.
+      groups: parameter name -> group within its kind of update.
+      kinds: parameter name -> kind of update; parameters that are not in it are frozen.
+      whole: parameters that are updated as a whole, on the host.
+
+    Raises:
+      UserError: nothing is trained, or a chunk cannot be updated where the strategy wants it.
     """
 
     def layout(name: str, stages: Sequence[Any]) -> ChunkLayout:
@@ -45,10 +57,10 @@ def chunks_of(
         return lay_out(
             name,
             stages,
-            treatments.groups,
+            groups,
             block_size=strategy.block_size,
             num_pieces=strategy.num_host_devices,
-            kinds={parameter: treatments.kinds.get(parameter, FROZEN) for parameter in names},
+            kinds={parameter: kinds.get(parameter, FROZEN) for parameter in names},
         )
 
     layouts = [layout("embed", [model.embed])]
@@ -61,7 +73,7 @@ def chunks_of(
     if not any(part.trained_parts for part in layouts):
         raise UserError("the optimizer changes no parameter (set_to_zero for all); train some")
     resident = strategy.resident_chunks
-    _check_resident(layouts[:resident], treatments)
+    _check_resident(layouts[:resident], whole)
     _check_pieces(layouts[resident:])
     layouts[:resident] = [replace(chunk, resident=True) for chunk in layouts[:resident]]
     return layouts, layer_fns
@@ -79,8 +91,7 @@ def _check_pieces(layouts: Sequence[ChunkLayout]) -> None:
                 )
 
 
-def _check_resident(layouts: Sequence[ChunkLayout], treatments: Treatments) -> None:
-    whole = set(treatments.whole_parameters)
+def _check_resident(layouts: Sequence[ChunkLayout], whole: Collection[str]) -> None:
     if found := [slot.name for layout in layouts for slot in layout.slots if slot.name in whole]:
         raise UserError(
             f"the strategy keeps the state of {len(layouts)} chunks on the devices, but "

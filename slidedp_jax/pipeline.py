@@ -377,7 +377,7 @@ class Pipeline:
             return None, None
         if self._sums_beside and chunk > self._last_layers:
             return None, (chunk, sums)
-        return self._sent(chunk, self._programs.pack(layout, sums), squares, sink), None
+        return self._sent(chunk, self._programs.wire.pack(layout, sums), squares, sink), None
 
     def _sent(
         self, chunk: int, packed: Any, squares: list[jax.Array | None], sink: GradientSink

@@ -21,6 +21,9 @@ from slidedp_jax.transfers import download, on_host_devices, upload
 
 DATA_AXIS = "data"
 
+FetchedChunk = tuple[tuple[tuple[jax.Array, ...], ...], ...]
+"""Per part of a chunk, what the weight route fetched of `high` and, in fp32 compute, of `low`."""
+
 
 class WeightPath(Protocol):
     """A weight route at work: pieces in host memory -> the flat array inside a trace."""

@@ -16,8 +16,7 @@ from planner.strategy import Strategy
 from slidedp_jax.chunk import ChunkLayout
 from slidedp_jax.errors import UserError
 from slidedp_jax.host_store import HostStore
-from slidedp_jax.transfers import reserve_pinned
-from slidedp_jax.treatments import Treatments
+from slidedp_jax.page_lock import reserve_pinned
 
 
 class ToBeRestored:
@@ -36,7 +35,7 @@ Parameters = (
 def make_state(
     model: StreamedModel,
     layouts: Sequence[ChunkLayout],
-    treatments: Treatments,
+    state_dtypes: Sequence[Sequence[Any]],
     strategy: Strategy,
     host_devices: Sequence[jax.Device],
     device_sharding: NamedSharding,
@@ -50,7 +49,7 @@ def make_state(
     Args:
       model: initial values where `parameters` is None.
       layouts: chunks in forward order.
-      treatments: what the optimizer keeps.
+      state_dtypes: for each kind of update, dtypes of the optimizer's flat state arrays.
       strategy: dtype and gradient route.
       host_devices: CPU devices over which the state is sharded.
       device_sharding: over the compute devices.
@@ -64,7 +63,7 @@ def make_state(
     store = HostStore(
         layouts,
         host_devices,
-        [optimizer.state_dtypes for optimizer in treatments.optimizers],
+        state_dtypes,
         device_sharding=device_sharding,
         upload_low=strategy.compute_dtype == "float32",
     )

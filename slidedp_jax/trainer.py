@@ -20,6 +20,7 @@ from planner.strategy import Strategy
 from slidedp_jax.batch import PreparedBatch, prepare
 from slidedp_jax.chunk import ChunkLayout
 from slidedp_jax.compute import ComputePrograms
+from slidedp_jax.device_map import DeviceMap
 from slidedp_jax.errors import UserError
 from slidedp_jax.fences import Fences
 from slidedp_jax.host_optimizer import HostOptimizer, check_policy
@@ -42,6 +43,7 @@ from slidedp_jax.step_guard import NonfinitePolicy, StepEnd, StepGuard
 from slidedp_jax.trace import Tracer
 from slidedp_jax.treatments import Treatments
 from slidedp_jax.weight_window import StreamedWeights, WeightSource
+from slidedp_jax.wire_programs import WirePrograms
 
 _LOG = logging.getLogger(__name__)
 
@@ -138,13 +140,19 @@ class Trainer:
         treatments = Treatments(optimizer, trained_shapes(model, frozen), ema_decay=ema_decay)
         self.ema_decay = ema_decay
         _warn_of_whole_parameters(treatments)
-        layouts, layer_fns = chunks_of(model, strategy, treatments)
+        layouts, layer_fns = chunks_of(
+            model,
+            strategy,
+            groups=treatments.groups,
+            kinds=treatments.kinds,
+            whole=treatments.whole_parameters,
+        )
         frozen_chunks = [n for n, layout in enumerate(layouts) if not layout.trained_parts]
         self._fences = Fences(len(layouts), frozen=frozen_chunks)
         self.store = make_state(
             model,
             layouts,
-            treatments,
+            [optimizer.state_dtypes for optimizer in treatments.optimizers],
             strategy,
             host_devices[: strategy.num_host_devices],
             self._device_sharding,
@@ -194,12 +202,12 @@ class Trainer:
         self._gradients = GradientPath(
             strategy.gradient_route, self._mesh, self.store.sharding, dtype
         )
+        on_devices = DeviceMap(self._mesh, dtype)
+        wire = WirePrograms(on_devices, route, self._gradients)
         self._programs = ComputePrograms(
             self.model,
-            self._mesh,
-            route,
-            self._gradients,
-            dtype,
+            on_devices,
+            wire,
             embed_trained=layouts[0].trained,
             head_trained=layouts[-1].trained,
         )
@@ -207,7 +215,7 @@ class Trainer:
             self.store,
             self._fences,
             route,
-            self._programs,
+            wire.unpack,
             with_low=strategy.compute_dtype == "float32",
             tracer=self._tracer,
         )

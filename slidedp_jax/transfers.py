@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import NamedSharding
 
 
 def upload(
@@ -39,19 +39,6 @@ def download(array: jax.Array) -> jax.Array:
     return jax.device_put(
         array, NamedSharding(sharding.mesh, sharding.spec, memory_kind="pinned_host")
     )
-
-
-def reserve_pinned(regions: Sequence[int], device: jax.Device) -> None:
-    """Make regions of page-locked memory, bytes each, for the downloads to come.
-
-    They are held together and then given to the pool of `device`'s client, which keeps them; see
-    `planner.pinned_pool`. Takes about 0.6 s per GiB. Nothing is done on CPUs.
-    """
-    if device.platform == "cpu":
-        return
-    pinned = SingleDeviceSharding(device, memory_kind="pinned_host")
-    # Untouched zeros take no memory of their own.
-    jax.block_until_ready([jax.device_put(np.zeros(size, np.uint8), pinned) for size in regions])
 
 
 def on_host_devices(parts: Sequence[np.ndarray], sharding: NamedSharding, size: int) -> jax.Array:

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import collections
 import contextlib
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
 
-from slidedp_jax.compute import ComputePrograms, FetchedChunk
+from slidedp_jax.chunk import ChunkLayout
 from slidedp_jax.device_state import DevicePartState
 from slidedp_jax.fences import Fences
 from slidedp_jax.host_store import AnyPartState, HostStore
-from slidedp_jax.routes import WeightPath
+from slidedp_jax.routes import FetchedChunk, WeightPath
 from slidedp_jax.trace import Tracer
 
 
@@ -44,7 +45,7 @@ class StreamedWeights:
         store: HostStore,
         fences: Fences,
         path: WeightPath,
-        programs: ComputePrograms,
+        unpack: Callable[[ChunkLayout, FetchedChunk], Any],
         *,
         with_low: bool,
         tracer: Tracer,
@@ -52,7 +53,7 @@ class StreamedWeights:
         self._store = store
         self._fences = fences
         self._path = path
-        self._programs = programs
+        self._unpack = unpack
         self._fields = (0, 1) if with_low else (0,)
         self._tracer = tracer
         self._arriving: dict[int, FetchedChunk] = {}
@@ -83,7 +84,7 @@ class StreamedWeights:
                 self._fences.wait_committed(chunk, self._version)
             self._fetch(chunk)
         with self._tracer.span("compute", f"unpack {layout.name}"):
-            return self._programs.unpack(layout, self._arriving.pop(chunk))
+            return self._unpack(layout, self._arriving.pop(chunk))
 
     def release(self, chunk: int) -> None:
         """The chunk's copy is known to be complete, since programs that used it are."""

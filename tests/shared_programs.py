@@ -71,18 +71,24 @@ def _share_traces() -> None:
 
     build_shared.cache_clear = build_once.cache_clear
     decoder.build = build_shared
-    make_programs = trainer.ComputePrograms
+    make_wire, make_programs = trainer.WirePrograms, trainer.ComputePrograms
 
-    def programs_once(model, mesh, weights, gradients, compute_dtype, **trained):
-        if not _active:
-            return make_programs(model, mesh, weights, gradients, compute_dtype, **trained)
+    def wire_once(on_devices, weights, gradients):
         route = type(weights), gradients.sums_on_host, gradients.wire_dtype
-        key = id(model), mesh, route, np.dtype(compute_dtype), tuple(trained.items())
-        if key not in _traced:
-            _traced[key] = make_programs(model, mesh, weights, gradients, compute_dtype, **trained)
+        key = on_devices.mesh, on_devices.compute_dtype, route
+        if not _active or key not in _traced:
+            wire = make_wire(on_devices, weights, gradients)
+            return _traced.setdefault(key, wire) if _active else wire
         return _traced[key]
 
-    trainer.ComputePrograms = programs_once
+    def programs_once(model, on_devices, wire, **trained):
+        key = id(model), id(wire), tuple(trained.items())
+        if not _active or key not in _traced:
+            programs = make_programs(model, on_devices, wire, **trained)
+            return _traced.setdefault(key, programs) if _active else programs
+        return _traced[key]
+
+    trainer.WirePrograms, trainer.ComputePrograms = wire_once, programs_once
 
 
 def _share_trials_of_optimizers() -> None:
