@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.chunked_attention import chunked_attention
+from slidedp_jax.models.chunked_attention import chunked_attention
 
 RowLayout = Literal["whole", "documents", "segments"]
 """What a batch says of its rows: one document each (`whole`), documents given as offsets beside

@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from models.attention import attend
-from models.config import ModelConfig
-from models.layers import DecoderLayer
-from models.rope import rotary_tables
-from models.streamed import Batch
+from slidedp_jax.models.attention import attend
+from slidedp_jax.models.config import ModelConfig
+from slidedp_jax.models.layers import DecoderLayer
+from slidedp_jax.models.rope import rotary_tables
+from slidedp_jax.models.streamed import Batch
 
 
 class LayerCache(NamedTuple):

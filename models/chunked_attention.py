@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from models.varying import vary_like
+from slidedp_jax.models.varying import vary_like
 
 _HIDDEN = -1e30
 # The running maximum starts half way: a query that sees nothing then sums exp(-5e29) = 0 exactly.

@@ -15,18 +15,18 @@ import jax
 import numpy as np
 from flax import nnx
 
-from models import cached_layers
-from models.attention import (
+from slidedp_jax.models import cached_layers
+from slidedp_jax.models.attention import (
     IMPLEMENTATIONS,
     ComputeTarget,
     device_target,
     resolve_attention,
     row_layout,
 )
-from models.config import ModelConfig
-from models.layers import DecoderLayer, Embedding, Head
-from models.loss import cross_entropy_sum, project_to_vocab
-from models.streamed import Batch, Cache, CachedForm, Params, Stage, StreamedModel
+from slidedp_jax.models.config import ModelConfig
+from slidedp_jax.models.layers import DecoderLayer, Embedding, Head
+from slidedp_jax.models.loss import cross_entropy_sum, project_to_vocab
+from slidedp_jax.models.streamed import Batch, Cache, CachedForm, Params, Stage, StreamedModel
 
 
 def build(

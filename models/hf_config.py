@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from models.config import ROPE_TYPES, ModelConfig, RopeParameters
+from slidedp_jax.models.config import ROPE_TYPES, ModelConfig, RopeParameters
 
 ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",

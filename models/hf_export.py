@@ -20,9 +20,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from models.config import Shape
-from models.hf_config import parse_config, read_json
-from models.hf_load import DTYPES, INDEX_NAME, SINGLE_NAME, find_tensors
+from slidedp_jax.models.config import Shape
+from slidedp_jax.models.hf_config import parse_config, read_json
+from slidedp_jax.models.hf_load import DTYPES, INDEX_NAME, SINGLE_NAME, find_tensors
 
 _SAFETENSORS_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 

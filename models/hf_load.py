@@ -25,8 +25,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from models.config import ModelConfig, Shape
-from models.hf_config import read_json
+from slidedp_jax.models.config import ModelConfig, Shape
+from slidedp_jax.models.hf_config import read_json
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

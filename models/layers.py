@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from models.attention import attend
-from models.config import ModelConfig
-from models.rope import rotary_tables, rotate
-from models.streamed import Batch
-from models.varying import vary_like
+from slidedp_jax.models.attention import attend
+from slidedp_jax.models.config import ModelConfig
+from slidedp_jax.models.rope import rotary_tables, rotate
+from slidedp_jax.models.streamed import Batch
+from slidedp_jax.models.varying import vary_like
 
 
 class Linear(nnx.Module):

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from models.varying import vary_like
+from slidedp_jax.models.varying import vary_like
 
 IGNORED = -100
 """Target of a token that is not supervised."""

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.config import ModelConfig, RopeParameters
+from slidedp_jax.models.config import ModelConfig, RopeParameters
 
 
 def inverse_frequencies(config: ModelConfig) -> np.ndarray:

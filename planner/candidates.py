@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-from planner.chunking import chunk_stages
-from planner.hardware import ComputeDtype, HardwareProfile
-from planner.strategy import (
+from slidedp_jax.planner.chunking import chunk_stages
+from slidedp_jax.planner.hardware import ComputeDtype, HardwareProfile
+from slidedp_jax.planner.strategy import (
     GRADIENT_ROUTES,
     SLOTS_BESIDE_PREFETCH,
     WEIGHT_ROUTES,
@@ -18,7 +18,7 @@ from planner.strategy import (
     UpdatePolicy,
     WeightRoute,
 )
-from planner.workload import BatchShape, Workload
+from slidedp_jax.planner.workload import BatchShape, Workload
 
 _T = TypeVar("_T")
 

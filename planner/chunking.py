@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from planner.workload import StageWork, Workload
+from slidedp_jax.planner.workload import StageWork, Workload
 
 LARGEST_PIECE = 2**31 - 1
 """Elements of a chunk on each host device; the update's program counts them in int32."""

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from planner.chunking import Chunks, ChunkWork, chunk_stages
-from planner.flops import matmul_forward_flops
-from planner.hardware import HardwareProfile
-from planner.memory import ADAMW_STATE_BYTES, MASTER_BYTES
-from planner.strategy import Strategy
-from planner.workload import BatchShape, StageWork, Workload
+from slidedp_jax.planner.chunking import Chunks, ChunkWork, chunk_stages
+from slidedp_jax.planner.flops import matmul_forward_flops
+from slidedp_jax.planner.hardware import HardwareProfile
+from slidedp_jax.planner.memory import ADAMW_STATE_BYTES, MASTER_BYTES
+from slidedp_jax.planner.strategy import Strategy
+from slidedp_jax.planner.workload import BatchShape, StageWork, Workload
 
 ATTENTION_BACKWARD = 2.5
 """Backward over forward operations of fused attention, recomputed scores included."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from planner.hardware import GIB
+from slidedp_jax.planner.hardware import GIB
 
 NO_LIMIT_BYTES = 2**60
 """Limits from here on mean "none": v1 says 2**63 rounded down to a page, containers vary."""

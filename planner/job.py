@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from planner.durations import chunk_durations
-from planner.hardware import HardwareProfile
-from planner.limits import Limit, exceeded_limits
-from planner.memory import MemoryUse, memory_use
-from planner.step_time import StepTime, lower_bound_s, step_time
-from planner.strategy import Strategy
-from planner.workload import BatchShape, Workload
+from slidedp_jax.planner.durations import chunk_durations
+from slidedp_jax.planner.hardware import HardwareProfile
+from slidedp_jax.planner.limits import Limit, exceeded_limits
+from slidedp_jax.planner.memory import MemoryUse, memory_use
+from slidedp_jax.planner.step_time import StepTime, lower_bound_s, step_time
+from slidedp_jax.planner.strategy import Strategy
+from slidedp_jax.planner.workload import BatchShape, Workload
 
 _Prediction = TypeVar("_Prediction")
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from planner.hardware import size_text
-from planner.memory import MemoryUse
+from slidedp_jax.planner.hardware import size_text
+from slidedp_jax.planner.memory import MemoryUse
 
 LimitName = Literal["device memory", "host memory"]
 

@@ -12,11 +12,11 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from planner.chunking import Chunks, ChunkWork, chunk_stages
-from planner.hardware import HardwareProfile
-from planner.pinned_pool import pool_regions
-from planner.strategy import SLOTS_BESIDE_PREFETCH, Strategy
-from planner.workload import BatchShape, Workload
+from slidedp_jax.planner.chunking import Chunks, ChunkWork, chunk_stages
+from slidedp_jax.planner.hardware import HardwareProfile
+from slidedp_jax.planner.pinned_pool import pool_regions
+from slidedp_jax.planner.strategy import SLOTS_BESIDE_PREFETCH, Strategy
+from slidedp_jax.planner.workload import BatchShape, Workload
 
 ADAMW_STATE_BYTES = 8
 """Optimizer state per parameter of AdamW with fp32 moments."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from planner.hardware import MIB
+from slidedp_jax.planner.hardware import MIB
 
 SMALLEST_REGION_BYTES = 2 * MIB
 ROOM_FOR_OTHERS_BYTES = 64 * MIB

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from planner.chunking import chunk_stages
-from planner.hardware import GIB, size_text
-from planner.job import Alternative
-from planner.memory import MemoryUse
-from planner.search import Plan, Rejected
-from planner.step_time import StepTime
-from planner.timeline import LANES
+from slidedp_jax.planner.chunking import chunk_stages
+from slidedp_jax.planner.hardware import GIB, size_text
+from slidedp_jax.planner.job import Alternative
+from slidedp_jax.planner.memory import MemoryUse
+from slidedp_jax.planner.search import Plan, Rejected
+from slidedp_jax.planner.step_time import StepTime
+from slidedp_jax.planner.timeline import LANES
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,16 +12,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from planner.candidates import Choices, candidates, default_block_size, pieces_of_state
-from planner.chunking import LARGEST_PIECE, chunk_stages
-from planner.errors import PlanError
-from planner.hardware import COMPUTE_DTYPES, ComputeDtype, HardwareProfile, size_text
-from planner.job import Alternative, Job
-from planner.limits import Limit, LimitName
-from planner.memory import ADAMW_STATE_BYTES, MemoryUse
-from planner.spare_memory import keeping_most, relieving_host, with_state_on_devices
-from planner.strategy import UPDATE_POLICIES, Strategy, UpdatePolicy
-from planner.workload import BatchShape, Workload
+from slidedp_jax.planner.candidates import Choices, candidates, default_block_size, pieces_of_state
+from slidedp_jax.planner.chunking import LARGEST_PIECE, chunk_stages
+from slidedp_jax.planner.errors import PlanError
+from slidedp_jax.planner.hardware import COMPUTE_DTYPES, ComputeDtype, HardwareProfile, size_text
+from slidedp_jax.planner.job import Alternative, Job
+from slidedp_jax.planner.limits import Limit, LimitName
+from slidedp_jax.planner.memory import ADAMW_STATE_BYTES, MemoryUse
+from slidedp_jax.planner.spare_memory import keeping_most, relieving_host, with_state_on_devices
+from slidedp_jax.planner.strategy import UPDATE_POLICIES, Strategy, UpdatePolicy
+from slidedp_jax.planner.workload import BatchShape, Workload
 
 NUM_RUNNERS_UP = 3
 NUM_REJECTED = 4

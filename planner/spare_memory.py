@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from planner.job import Alternative, Job
-from planner.memory import MemoryUse
-from planner.strategy import Strategy
+from slidedp_jax.planner.job import Alternative, Job
+from slidedp_jax.planner.memory import MemoryUse
+from slidedp_jax.planner.strategy import Strategy
 
 SHARE = 0.9
 """Share of the device budget up to which results and state are kept there: nothing is lost where a

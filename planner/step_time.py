@@ -22,13 +22,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from planner.durations import ChunkDurations, chunk_durations
-from planner.flops import utilization
-from planner.hardware import HardwareProfile
-from planner.memory import ADAMW_STATE_BYTES
-from planner.strategy import Strategy
-from planner.timeline import LANES, Lane, Task, Timeline, simulate
-from planner.workload import BatchShape, Workload
+from slidedp_jax.planner.durations import ChunkDurations, chunk_durations
+from slidedp_jax.planner.flops import utilization
+from slidedp_jax.planner.hardware import HardwareProfile
+from slidedp_jax.planner.memory import ADAMW_STATE_BYTES
+from slidedp_jax.planner.strategy import Strategy
+from slidedp_jax.planner.timeline import LANES, Lane, Task, Timeline, simulate
+from slidedp_jax.planner.workload import BatchShape, Workload
 
 NUM_SIMULATED_STEPS = 5
 """The first two warm up (the first has no updates to wait for); the others are averaged."""

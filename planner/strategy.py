@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from planner.hardware import COMPUTE_DTYPES, ComputeDtype
+from slidedp_jax.planner.hardware import COMPUTE_DTYPES, ComputeDtype
 
 WeightRoute = Literal["replicate", "shard_all_gather"]
 GradientRoute = Literal["reduce_scatter", "host_sum"]

@@ -12,8 +12,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from models.config import ModelConfig
-from planner.flops import attention_forward_flops, matmul_forward_flops, model_flops, row_pairs
+from slidedp_jax.models.config import ModelConfig
+from slidedp_jax.planner.flops import (
+    attention_forward_flops,
+    matmul_forward_flops,
+    model_flops,
+    row_pairs,
+)
 
 Shape = tuple[int, ...]
 

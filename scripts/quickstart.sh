@@ -16,7 +16,7 @@ question='What does the Python manual say about "assert"?'
 if [ -e "$out/demo/model/config.json" ]; then
     rm -rf "$out/run"
 else
-    "$python" scripts/make_demo_folder.py "$out/demo"
+    "$python" scripts/make/make_demo_folder.py "$out/demo"
 fi
 
 # A model of a million parameters that starts from nothing cannot learn English in two minutes, but

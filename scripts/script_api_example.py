@@ -7,9 +7,9 @@ import numpy as np
 import optax
 
 import slidedp_jax
-from models.config import ModelConfig
-from models.decoder import build
-from slidedp_jax.planning import plan_for
+from slidedp_jax.models.config import ModelConfig
+from slidedp_jax.models.decoder import build
+from slidedp_jax.this_machine import plan_for
 
 slidedp_jax.configure()  # before the first use of JAX; takes the GPUs if there are any
 config = ModelConfig(

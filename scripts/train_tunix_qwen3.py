@@ -20,19 +20,19 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
-import bench_record
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from bench import bench_record
 from flax import nnx
 
 import slidedp_jax
-from models import decoder
-from models.config import ModelConfig, RopeParameters
-from models.loss import cross_entropy_sum
 from slidedp_jax.adapter.workload import measured_workload
-from slidedp_jax.planning import plan_for
+from slidedp_jax.models import decoder
+from slidedp_jax.models.config import ModelConfig, RopeParameters
+from slidedp_jax.models.loss import cross_entropy_sum
+from slidedp_jax.this_machine import plan_for
 
 warnings.filterwarnings("ignore", category=DeprecationWarning)  # tunix's own
 

@@ -14,8 +14,8 @@ from slidedp_jax.process import configure
 if TYPE_CHECKING:
     from slidedp_jax.adapter.adapt import Adapted, adapt
     from slidedp_jax.errors import TrainingStopped, UserError
-    from slidedp_jax.metrics import StepMetrics
-    from slidedp_jax.starting_state import TO_BE_RESTORED
+    from slidedp_jax.state.starting_state import TO_BE_RESTORED
+    from slidedp_jax.step.metrics import StepMetrics
     from slidedp_jax.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -24,8 +24,8 @@ _LAZY = {
     "Adapted": "slidedp_jax.adapter.adapt",
     "adapt": "slidedp_jax.adapter.adapt",
     "Trainer": "slidedp_jax.trainer",
-    "StepMetrics": "slidedp_jax.metrics",
-    "TO_BE_RESTORED": "slidedp_jax.starting_state",
+    "StepMetrics": "slidedp_jax.step.metrics",
+    "TO_BE_RESTORED": "slidedp_jax.state.starting_state",
     "UserError": "slidedp_jax.errors",
     "TrainingStopped": "slidedp_jax.errors",
 }

@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command == "train":
         from slidedp_jax.train import main as run
     elif command == "plan":
-        from planner.__main__ import main as run
+        from slidedp_jax.planner.command import main as run
     elif command == "export":
         from slidedp_jax.export import main as run
     elif command == "generate":

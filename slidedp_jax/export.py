@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from models.hf_config import read_config
-from models.hf_export import export
-from models.hf_hub import resolve_model_folder
 from slidedp_jax.errors import UserError
+from slidedp_jax.models.hf_config import read_config
+from slidedp_jax.models.hf_export import export
+from slidedp_jax.models.hf_hub import resolve_model_folder
 from slidedp_jax.process import configure
 
 
@@ -50,10 +50,10 @@ def export_checkpoint(
 ) -> None:
     """Write the weights of a checkpoint, by default the newest of a run, as a model folder."""
     configure(platform="cpu", num_devices=1, num_host_devices=1)
-    from models.decoder import build
-    from slidedp_jax.checkpoint import list_steps, read_parameter_arrays, read_record
-    from slidedp_jax.checkpoint_record import check_configuration
-    from slidedp_jax.run_record import read_run
+    from slidedp_jax.checkpoint.record import check_configuration
+    from slidedp_jax.checkpoint.save_restore import list_steps, read_parameter_arrays, read_record
+    from slidedp_jax.models.decoder import build
+    from slidedp_jax.run.record import read_run
 
     checkpoint = checkpoint.resolve()
     root = checkpoint

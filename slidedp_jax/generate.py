@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, final
 import jax
 import numpy as np
 
-from models.config import ModelConfig
-from models.streamed import CachedForm
-from planner.hardware import ComputeDtype
-from planner.strategy import Strategy
-from slidedp_jax.batch import document_offsets
 from slidedp_jax.errors import UserError
+from slidedp_jax.models.config import ModelConfig
+from slidedp_jax.models.streamed import CachedForm
+from slidedp_jax.planner.hardware import ComputeDtype
+from slidedp_jax.planner.strategy import Strategy
+from slidedp_jax.step.batch import document_offsets
 
 if TYPE_CHECKING:
     from slidedp_jax.data import Tokenizer
@@ -288,9 +288,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _complete(args: argparse.Namespace) -> list[str]:
-    from models.hf_config import read_config
-    from models.hf_hub import resolve_model_folder
     from slidedp_jax.data import load_tokenizer
+    from slidedp_jax.models.hf_config import read_config
+    from slidedp_jax.models.hf_hub import resolve_model_folder
     from slidedp_jax.process import configure
 
     _check_choice(args.max_new_tokens, args.temperature, args.top_p, args.seed)
@@ -349,9 +349,9 @@ def open_trainer(
     """
     import optax
 
-    from models.decoder import build
-    from models.hf_config import read_config
-    from models.hf_load import load_parameters
+    from slidedp_jax.models.decoder import build
+    from slidedp_jax.models.hf_config import read_config
+    from slidedp_jax.models.hf_load import load_parameters
     from slidedp_jax.process import current_setup
     from slidedp_jax.trainer import Trainer
 

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from planner.candidates import default_num_host_devices
 from slidedp_jax.compilation_cache import AUTO, cache_folder
+from slidedp_jax.planner.candidates import default_num_host_devices
 
 if TYPE_CHECKING:
     import jax

@@ -6,33 +6,25 @@ command, and writes a Hugging Face folder at the end.
 
 from __future__ import annotations
 
-import dataclasses
-import importlib.metadata
-import platform
-import signal
 import sys
-import time
 from collections.abc import Sequence
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import slidedp_jax
-from planner.hardware import size_text
-from planner.report import plan_as_dict, plan_as_text
-from planner.search import Plan
-from planner.workload import BatchShape, Workload
-from slidedp_jax.arguments import (
+from slidedp_jax.errors import UserError
+from slidedp_jax.planner.report import plan_as_text
+from slidedp_jax.run.arguments import (
     WHOLE_PARAMETER_OPTIMIZERS,
     TrainArguments,
     help_text,
     parse_arguments,
 )
-from slidedp_jax.errors import UserError
 
 if TYPE_CHECKING:
-    from slidedp_jax.run_resume import Resumption
+    from slidedp_jax.process import ProcessSetup
+    from slidedp_jax.run.folder import RunFolder
 
-EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_FAILED, EXIT_USAGE = 1, 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(args: TrainArguments) -> int:
     """Run a training job; returns the exit code."""
-    from slidedp_jax.run_folder import open_run_folder
+    from slidedp_jax.run.folder import open_run_folder
 
     setup = _configure(args)
     num_devices = args.num_devices or (1 if args.hardware is not None else len(setup.devices()[0]))
@@ -68,11 +60,8 @@ def train(args: TrainArguments) -> int:
         folder.lock.release()
 
 
-def _train_in(folder: Any, args: TrainArguments, num_devices: int) -> int:
-    from slidedp_jax.out_of_memory import explained
-    from slidedp_jax.run_record import IN_CHECKPOINT
-    from slidedp_jax.run_resume import recorded_strategy, resumption
-    from slidedp_jax.run_setup import (
+def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int) -> int:
+    from slidedp_jax.run.checks import (
         check_attention,
         epochs_note,
         frozen_note,
@@ -80,6 +69,10 @@ def _train_in(folder: Any, args: TrainArguments, num_devices: int) -> int:
         make_plan,
         setting_notes,
     )
+    from slidedp_jax.run.loop import Run, StopAtSignal
+    from slidedp_jax.run.out_of_memory import explained
+    from slidedp_jax.run.record import IN_CHECKPOINT
+    from slidedp_jax.run.resume import recorded_strategy, resumption
 
     inputs = load_inputs(args, num_devices)
     resumed, notes = resumption(folder.resume_from), list(folder.notes)
@@ -103,9 +96,9 @@ def _train_in(folder: Any, args: TrainArguments, num_devices: int) -> int:
         print(f"note: {args.optim} updates whole matrices on the host; steps take longer than that")
     if args.dry_run:
         return 0
-    with _StopAtSignal() as stop:
+    with StopAtSignal() as stop:
         try:
-            return _Run(args, folder, inputs, plan, stop).run(resumed)
+            return Run(args, folder, inputs, plan, stop).run(resumed)
         except BaseException as error:
             if folder.failed():
                 print("the run that was to be replaced is left as it was", file=sys.stderr)
@@ -115,7 +108,7 @@ def _train_in(folder: Any, args: TrainArguments, num_devices: int) -> int:
             raise
 
 
-def _configure(args: TrainArguments) -> Any:
+def _configure(args: TrainArguments) -> ProcessSetup:
     try:
         return slidedp_jax.configure(
             platform="cpu" if args.hardware is not None else args.platform,
@@ -126,303 +119,6 @@ def _configure(args: TrainArguments) -> Any:
         )
     except (ValueError, RuntimeError) as error:
         raise UserError(str(error)) from error
-
-
-class _StopAtSignal:
-    """Turns the first SIGINT or SIGTERM into a request to save and stop; the second ends."""
-
-    def __init__(self) -> None:
-        self.requested = False
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> _StopAtSignal:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._previous[number] = signal.signal(number, self._request)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _request(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
-            raise KeyboardInterrupt
-        self.requested = True
-        print("stopping after this step; a checkpoint is written", file=sys.stderr, flush=True)
-
-
-class _Run:
-    """One training run with everything checked."""
-
-    def __init__(self, args: TrainArguments, folder: Any, inputs: Any, plan: Plan, stop: Any):
-        from slidedp_jax.schedule import learning_rate
-
-        self._args = args
-        self._folder = folder
-        self._inputs = inputs
-        self._plan = plan
-        self._stop = stop
-        self._schedule = learning_rate(args, inputs.num_steps)
-        self._workload = Workload.from_config(inputs.config)
-        self._tokens_seen = 0
-        self._skipped = 0
-        self._timed: list[tuple[int, float]] = []
-
-    def run(self, resumed: Resumption | None) -> int:
-        """Load, train, save, export, report."""
-        with self._trainer(load=resumed is None) as trainer:
-            return self._run(trainer, resumed)
-
-    def _run(self, trainer: Any, resumed: Resumption | None) -> int:
-        from slidedp_jax.checkpoint import restore
-
-        first_step = self._inputs.first_step
-        if resumed is not None:
-            restore(trainer, resumed.checkpoint)
-            self._tokens_seen = resumed.extra["tokens_seen"]
-            self._skipped = resumed.extra["skipped_steps"]
-            print(f"resuming from {resumed.checkpoint} at step {first_step}")
-        self._run_record = self._record(trainer)
-        self._folder.begin(self._run_record)
-        if first_step >= self._inputs.num_steps:
-            asked = self._inputs.num_steps
-            print(f"already complete: {first_step} steps are done, {asked} are asked for")
-            return self._finish(trainer, complete=True)
-        self._folder.drop_metrics_after(first_step)
-        if first_step == 0:
-            self._sample(trainer, "before training")
-        complete = self._loop(trainer, first_step)
-        return self._finish(trainer, complete=complete)
-
-    def _trainer(self, *, load: bool) -> Any:
-        from models.decoder import build
-        from models.hf_load import load_parameters
-        from slidedp_jax.optimizers import make_optimizer
-        from slidedp_jax.progress import LoadProgress
-        from slidedp_jax.starting_state import TO_BE_RESTORED
-        from slidedp_jax.trainer import Trainer
-
-        args, inputs, strategy = self._args, self._inputs, self._plan.strategy
-        start = time.perf_counter()
-        shapes = inputs.config.parameter_shapes()
-
-        def read_weights(write: Any) -> None:
-            counted = LoadProgress(write, inputs.config.num_parameters)
-            load_parameters(inputs.folder, shapes, counted)
-
-        trainer = Trainer(
-            build(
-                inputs.config,
-                attention=args.attention,
-                loss_chunk_tokens=strategy.loss_chunk_tokens,
-            ),
-            make_optimizer(args, inputs.num_steps),
-            strategy=strategy,
-            parameters=read_weights if load else TO_BE_RESTORED,
-            frozen=args.freeze,
-            ema_decay=args.ema_decay,
-            max_grad_norm=args.clip,
-            on_nonfinite=args.on_nonfinite,
-            max_loss=args.max_loss,
-            max_consecutive_skips=args.max_consecutive_skips,
-            documents_per_row=inputs.source.documents_per_row,
-        )
-        what = "weights loaded" if load else "host state made"
-        store = trainer.store
-        elsewhere = store.owned_bytes - store.host_bytes
-        where = f"{size_text(store.host_bytes)} on the host"
-        where += f", {size_text(elsewhere)} on the devices" if elsewhere else ""
-        print(
-            f"{what} in {time.perf_counter() - start:.1f} s: {store.num_parameters:,} parameters, "
-            f"state: {where}",
-            flush=True,
-        )
-        return trainer
-
-    def _loop(self, trainer: Any, first_step: int) -> bool:
-        """Steps until the end or a signal; whether the end was reached."""
-        from slidedp_jax.progress import Progress
-
-        args, num_steps = self._args, self._inputs.num_steps
-        progress = Progress(
-            self._folder.metrics,
-            first_step=first_step,
-            num_steps=num_steps,
-            logging_steps=args.logging_steps,
-            bar=not args.disable_tqdm,
-        )
-        try:
-            for step in range(first_step + 1, num_steps + 1):
-                progress.step(self._step(trainer, step))
-                stopping = self._stop.requested
-                due = args.save_steps is not None and step % args.save_steps == 0
-                if due or stopping or (step == num_steps and args.save_at_end):
-                    self._save(trainer, progress)
-                if self._evaluation_due(step, num_steps) and not stopping:
-                    self._evaluate(trainer, step, progress)
-                if stopping:
-                    return step == num_steps
-            return True
-        finally:
-            progress.close()
-
-    def _step(self, trainer: Any, step: int) -> dict[str, Any]:
-        start = time.perf_counter()
-        batch = next(self._inputs.source)
-        data_s = time.perf_counter() - start
-        arrays = batch.arrays | {"row_ids": batch.row_ids}
-        if batch.one_document_per_row and not self._args.packing:
-            # Padding is on the right, so causal attention alone keeps documents apart.
-            del arrays["segment_ids"]
-        metrics = trainer.step(arrays)
-        loss, norm, skipped = metrics.loss, metrics.grad_norm, metrics.skipped
-        seconds = time.perf_counter() - start
-        self._timed.append((batch.num_tokens, seconds))
-        self._tokens_seen += batch.num_tokens
-        self._skipped += skipped
-        num_devices = self._plan.hardware.num_devices
-        flops = self._workload.model_flops_per_step(
-            BatchShape(num_rows=len(arrays["input_ids"]), seq_length=arrays["input_ids"].shape[1])
-        )
-        peak = self._plan.hardware.peak_flops_per_s * num_devices
-        return {
-            "step": step,
-            "epoch": round(self._inputs.source.epochs_after(), 4),
-            "loss": loss,
-            "grad_norm": norm,
-            # Steps that were skipped do not count for the optimizer.
-            "learning_rate": float(self._schedule(step - 1 - (self._skipped - skipped))),
-            "num_tokens": self._tokens_seen,
-            "num_supervised_tokens": batch.num_supervised_tokens,
-            "tokens_per_second": batch.num_tokens / seconds,
-            "tokens_per_second_per_device": batch.num_tokens / seconds / num_devices,
-            "step_time_s": seconds,
-            "data_time_s": data_s,
-            "mfu": flops / seconds / peak,
-            "device_peak_gib": _device_peak_gib(),
-            "skipped_steps": self._skipped,
-            "row_ids": batch.row_ids,
-        }
-
-    def _evaluation_due(self, step: int, num_steps: int) -> bool:
-        if self._inputs.evaluation is None:
-            return False
-        every = self._args.eval_steps
-        return step == num_steps or (every is not None and step % every == 0)
-
-    def _evaluate(self, trainer: Any, step: int, progress: Any) -> None:
-        """Loss over all held-out rows, weighted by their supervised tokens."""
-        total, count = 0.0, 0
-        start = time.perf_counter()
-        for batch in self._inputs.evaluation.one_epoch():
-            loss, supervised = trainer.evaluate(batch.arrays)
-            total, count = total + loss * supervised, count + supervised
-        record = {
-            "step": step,
-            "eval_loss": total / count,
-            "eval_supervised_tokens": count,
-            "eval_runtime": time.perf_counter() - start,
-        }
-        progress.write(record)
-        progress.say(f"step {step}: held-out loss {record['eval_loss']:.4f} over {count} tokens")
-
-    def _save(self, trainer: Any, progress: Any) -> None:
-        from slidedp_jax.checkpoint import keep_last, save
-        from slidedp_jax.run_record import IN_CHECKPOINT, essential
-
-        extra = {
-            "data": self._inputs.source.state(),
-            "rows_per_step": self._inputs.source.rows_per_step,
-            "num_steps": self._inputs.num_steps,
-            "tokens_seen": self._tokens_seen,
-            "skipped_steps": self._skipped,
-            "seed": self._args.seed,
-            IN_CHECKPOINT: essential(self._run_record),
-        }
-        path = save(trainer, self._folder.checkpoints, extra)
-        self._folder.succeeded()
-        keep_last(self._folder.checkpoints, self._args.save_total_limit)
-        progress.say(f"saved {path}")
-
-    def _finish(self, trainer: Any, *, complete: bool) -> int:
-        """Samples, export and the summary."""
-        from slidedp_jax.run_export import export_run
-
-        if not complete:
-            print(f"stopped at step {trainer.step_count}; the same command goes on from there")
-            return EXIT_INTERRUPTED
-        self._sample(trainer, "after training")
-        if self._args.export:
-            export_run(trainer, self._folder, self._inputs, self._args)
-        self._folder.succeeded()
-        self._summary()
-        return 0
-
-    def _sample(self, trainer: Any, when: str) -> None:
-        """Greedy completions of the sample prompts, on the console."""
-        prompts, tokenizer = self._args.sample_prompts, self._inputs.tokenizer
-        if not prompts or tokenizer is None:
-            return
-        from slidedp_jax.generate import encode_prompt, generate
-
-        outputs = generate(
-            trainer,
-            [encode_prompt(tokenizer, prompt) for prompt in prompts],
-            max_new_tokens=self._args.sample_max_new_tokens,
-            stop_ids=tokenizer.stop_ids,
-        )
-        for prompt, output in zip(prompts, outputs, strict=True):
-            text = tokenizer.decode(output, skip_special_tokens=True)
-            print(f"sample {when}: {prompt!r} -> {text!r}", flush=True)
-
-    def _summary(self) -> None:
-        print(f"done: {self._inputs.num_steps} steps, {self._tokens_seen:,} tokens seen")
-        timed = self._timed[1:] or self._timed
-        if timed:
-            tokens, seconds = (sum(column) for column in zip(*timed, strict=True))
-            step_s = sorted(second for _, second in timed)[len(timed) // 2]
-            predicted = self._plan.chosen.time.step_s
-            print(
-                f"  {tokens / seconds:,.0f} tokens/s after the first step; median step "
-                f"{step_s:.3f} s, predicted {predicted:.3f} s"
-            )
-        peak, predicted = _device_peak_gib(), self._plan.chosen.memory.device_bytes / 2**30
-        if peak is not None:
-            print(f"  device peak {peak:.1f} GiB, predicted {predicted:.1f} GiB")
-        print(f"  checkpoints: {self._folder.checkpoints}")
-        print(f"  metrics:     {self._folder.metrics}")
-        if self._args.export:
-            print(f"  model:       {self._folder.export}")
-            if self._args.ema_decay is not None:
-                print(f"  averaged:    {self._folder.export_ema}")
-
-    def _record(self, trainer: Any) -> dict[str, Any]:
-        from slidedp_jax.run_resume import planned_for, xla_flags
-
-        packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "grain")
-        return {
-            "arguments": dataclasses.asdict(self._args),
-            "plan": plan_as_dict(self._plan),
-            "planned_for": planned_for(),
-            "xla_flags": xla_flags(),
-            "configuration": dataclasses.asdict(self._inputs.config),
-            "kernel_form": trainer.kernel_form,
-            "data": dataclasses.asdict(self._inputs.report),
-            "versions": {
-                "slidedp_jax": slidedp_jax.__version__,
-                "python": platform.python_version(),
-            }
-            | {name: importlib.metadata.version(name) for name in packages},
-        }
-
-
-def _device_peak_gib() -> float | None:
-    """Largest peak over the compute devices; None where the backend does not tell."""
-    from slidedp_jax.process import current_setup
-
-    stats = [device.memory_stats() or {} for device in current_setup().devices()[0]]
-    peaks = [entry["peak_bytes_in_use"] for entry in stats if "peak_bytes_in_use" in entry]
-    return max(peaks) / 2**30 if peaks else None
 
 
 if __name__ == "__main__":

@@ -15,35 +15,35 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from models.streamed import Cache, CachedFn, StreamedModel
-from planner.strategy import Strategy
-from slidedp_jax.batch import PreparedBatch, prepare
-from slidedp_jax.chunk import ChunkLayout
-from slidedp_jax.compute import ComputePrograms
-from slidedp_jax.device_map import DeviceMap
 from slidedp_jax.errors import UserError
-from slidedp_jax.fences import Fences
-from slidedp_jax.host_optimizer import HostOptimizer, check_policy
-from slidedp_jax.host_store import HostStore
-from slidedp_jax.kernel_form import KernelForm, check_form
-from slidedp_jax.metrics import StepMetrics, mean_loss
-from slidedp_jax.model_chunks import chunks_of, trained_shapes
-from slidedp_jax.part_updates import PartUpdates
-from slidedp_jax.pipeline import GradientSink, Pipeline, StepOutputs
+from slidedp_jax.models.streamed import Cache, CachedFn, StreamedModel
+from slidedp_jax.planner.strategy import Strategy
 from slidedp_jax.process import current_setup
-from slidedp_jax.routes import DATA_AXIS, Gradient, GradientPath, weight_path
-from slidedp_jax.starting_state import (
+from slidedp_jax.state.fences import Fences
+from slidedp_jax.state.host_store import HostStore
+from slidedp_jax.state.layout import ChunkLayout
+from slidedp_jax.state.model_chunks import chunks_of, trained_shapes
+from slidedp_jax.state.starting_state import (
     Parameters,
     ToBeRestored,
     check_host_devices,
     check_parameters,
     make_state,
 )
-from slidedp_jax.step_guard import NonfinitePolicy, StepEnd, StepGuard
-from slidedp_jax.trace import Tracer
-from slidedp_jax.treatments import Treatments
-from slidedp_jax.weight_window import StreamedWeights, WeightSource
-from slidedp_jax.wire_programs import WirePrograms
+from slidedp_jax.step.batch import PreparedBatch, prepare
+from slidedp_jax.step.metrics import StepMetrics, mean_loss
+from slidedp_jax.step.pipeline import GradientSink, Pipeline, StepOutputs
+from slidedp_jax.step.programs import ComputePrograms
+from slidedp_jax.tracer import Tracer
+from slidedp_jax.transfer.device_map import DeviceMap
+from slidedp_jax.transfer.routes import DATA_AXIS, Gradient, GradientPath, weight_path
+from slidedp_jax.transfer.weight_window import StreamedWeights, WeightSource
+from slidedp_jax.transfer.wire_programs import WirePrograms
+from slidedp_jax.update.kernel_form import KernelForm, check_form
+from slidedp_jax.update.part_updates import PartUpdates
+from slidedp_jax.update.step_guard import NonfinitePolicy, StepEnd, StepGuard
+from slidedp_jax.update.treatments import Treatments
+from slidedp_jax.update.update_thread import HostOptimizer, check_policy
 
 _LOG = logging.getLogger(__name__)
 
@@ -66,14 +66,14 @@ class Trainer:
       optimizer: an optax transformation that updates each parameter by itself, without a global
         clip (`optax.adamw(1e-5)`); it sees the trained parameters as a flat dict from full name to
         array.
-      strategy: chunking, routes and policies, as planned by `slidedp_jax.planning`.
+      strategy: chunking, routes and policies, as planned by `slidedp_jax.this_machine`.
       parameters: starting weights: a mapping from full name to array, a function that is called
         with `write(name, array)` and writes all of them, None for `model.initial_value`, or
         `slidedp_jax.TO_BE_RESTORED` where a checkpoint is restored next.
       frozen: shell-style patterns of full names (`model.embed_tokens.*`); these parameters stay as
         they are and have no gradients, no optimizer state and no part in the norm.
       ema_decay: keep a moving average of the weights in host memory, 4 bytes per parameter
-        (`slidedp_jax.average`); None for none.
+        (`slidedp_jax.update.average`); None for none.
       seed: of the starting weights where `parameters` is None, and of dropout.
       max_grad_norm: limit of the global gradient norm, exact; None for none.
       on_nonfinite: "stop" at a step with a non-finite gradient norm, or "skip" it.
@@ -81,8 +81,8 @@ class Trainer:
       max_consecutive_skips: bad steps in a row that are skipped; the next one stops training.
       documents_per_row: most documents that any packed row will hold; fewer than occur costs
         compilations, not correctness.
-      kernel_form: form of the update kernel (`slidedp_jax.kernel_form`), which decides the last bit
-        of results; None: the one known to be fastest, and a restored checkpoint's.
+      kernel_form: form of the update kernel (`update.kernel_form`), which decides the last bit of
+        results; None: the one known to be fastest, and a restored checkpoint's.
       num_devices: compute devices to use, the first ones of this process; None means all.
       inference_only: `step` will not be called, so no memory is page-locked for gradients.
       tracer: takes note of what each lane does.
@@ -231,7 +231,7 @@ class Trainer:
         )
 
     def step(self, batch: Mapping[str, np.ndarray]) -> StepMetrics:
-        """One optimizer step on a batch of rows (see `slidedp_jax.batch`).
+        """One optimizer step on a batch of rows (see `slidedp_jax.step.batch`).
 
         Returns as soon as everything has been issued; updates run on beside the next step.
 

@@ -10,8 +10,9 @@ import functools
 import numpy as np
 from jax._src import cache_key, compiler
 
-from models import decoder
-from slidedp_jax import trainer, treatments
+from slidedp_jax import trainer
+from slidedp_jax.models import decoder
+from slidedp_jax.update import treatments
 
 _compiled = {}
 _traced = {}

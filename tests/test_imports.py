@@ -8,12 +8,29 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-MAY_IMPORT = {
-    "models": {"models"},
-    "planner": {"planner", "models"},
-    "slidedp_jax": {"slidedp_jax", "planner", "models"},
-}
-PACKAGES = set(MAY_IMPORT) | {"tests", "scripts"}
+OURS = "slidedp_jax"
+FLOORS = [
+    {"models"},
+    {"planner"},
+    {"errors", "tracer", "whole_files", "compilation_cache"},
+    {"process"},
+    {"this_machine"},
+    {"data", "adapter"},
+    {"state"},
+    {"transfer"},
+    {"update"},
+    {"step"},
+    {"trainer"},
+    {"checkpoint", "generate"},
+    {"run"},
+    {"export"},
+    {"train"},
+    {"cli"},
+]
+"""Packages and files of slidedp_jax from the ground up; each imports only from floors below."""
+
+APART = {"data": {"errors"}, "adapter": {"errors", "models", "planner"}}
+"""What these may import in all."""
 
 
 def imported_modules(path: pathlib.Path) -> set[str]:
@@ -28,33 +45,49 @@ def imported_modules(path: pathlib.Path) -> set[str]:
     return names
 
 
-def sources(package: str) -> list[pathlib.Path]:
-    return sorted((ROOT / package).rglob("*.py"))
+def unit_of(module: str) -> str:
+    """`slidedp_jax.state.layout` -> `state`; the package itself is `__init__`."""
+    return [*module.split("."), "__init__"][1]
 
 
-@pytest.mark.parametrize("package", MAY_IMPORT)
-def test_packages_import_only_what_lies_below_them(package):
-    assert len(sources(package)) > 3
-    for path in sources(package):
-        ours = {name.split(".")[0] for name in imported_modules(path)} & PACKAGES
-        assert ours <= MAY_IMPORT[package], path
+def sources_of(unit: str) -> list[pathlib.Path]:
+    top = ROOT if unit in ("models", "planner") else ROOT / OURS
+    file = top / f"{unit}.py"
+    return [file] if file.is_file() else sorted((top / unit).rglob("*.py"))
+
+
+@pytest.mark.parametrize(
+    ("floor", "unit"), [(n, unit) for n, units in enumerate(FLOORS) for unit in sorted(units)]
+)
+def test_each_floor_imports_only_from_below(floor, unit):
+    below = set().union(*FLOORS[:floor], {unit})
+    allowed = APART.get(unit, below) | {unit}
+    assert sources_of(unit)
+    for path in sources_of(unit):
+        modules = imported_modules(path)
+        assert not {name.split(".")[0] for name in modules} & {"models", "planner", "tests"}, path
+        ours = {unit_of(name) for name in modules if name.split(".")[0] == OURS}
+        assert ours - {"__init__"} <= allowed, path
+
+
+def test_every_file_is_on_a_floor():
+    units = {path.stem for path in (ROOT / OURS).iterdir() if not path.name.startswith("__")}
+    assert units == set().union(*FLOORS)
 
 
 def test_the_check_sees_imports_inside_functions(tmp_path):
     file = tmp_path / "module.py"
-    file.write_text("def f():\n    from planner.search import plan\n    import slidedp_jax.chunk\n")
-    assert imported_modules(file) == {"planner.search", "slidedp_jax.chunk"}
-
-
-MEASURING = {"planner.measure"}
-"""Modules of `planner` that may use JAX."""
+    file.write_text("def f():\n    from slidedp_jax.planner import a\n    import slidedp_jax.run\n")
+    assert imported_modules(file) == {"slidedp_jax.planner", "slidedp_jax.run"}
 
 
 def modules_without_jax() -> list[str]:
     planner = [
-        f"planner.{path.stem}" for path in sources("planner") if path.stem not in ("__main__",)
+        f"slidedp_jax.planner.{path.stem}"
+        for path in sources_of("planner")
+        if path.stem != "__main__"
     ]
-    return sorted({"models.config", "slidedp_jax", "slidedp_jax.process", *planner} - MEASURING)
+    return sorted({"slidedp_jax.models.config", OURS, "slidedp_jax.process", *planner})
 
 
 def test_configuration_and_planning_import_no_jax():
@@ -73,7 +106,10 @@ for name in {modules_without_jax()!r}:
 
 
 def test_package_init_files_import_only_the_project_and_the_standard_library():
-    for package in MAY_IMPORT:
-        for path in (ROOT / package).rglob("__init__.py"):
+    for path in [
+        ROOT / OURS / "__init__.py",
+        *(p for u in set().union(*FLOORS) for p in sources_of(u)),
+    ]:
+        if path.name == "__init__.py":
             roots = {name.split(".")[0] for name in imported_modules(path)}
-            assert roots <= set(MAY_IMPORT) | set(sys.stdlib_module_names), path
+            assert roots <= {OURS, *sys.stdlib_module_names}, path

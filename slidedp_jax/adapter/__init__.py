@@ -1,1 +1,13 @@
-"""A user's own model as what the runtime trains: `slidedp_jax.adapt`."""
+"""A user's own model as what the runtime trains: `slidedp_jax.adapt`.
+
+| file | |
+|---|---|
+| `adapt.py` | `slidedp_jax.adapt`: the public function and what it returns |
+| `source.py` | what every kind of model is brought to |
+| `nnx_source.py`, `tree_source.py` | Flax NNX modules; pytrees, Flax Linen's among them |
+| `paths.py` | places in a model and parameter names |
+| `claims.py` | which stage reads which parameter, read off the traced functions |
+| `randomness.py` | random numbers by seed, step, row and layer |
+| `loss_check.py` | whether a loss is a sum over rows |
+| `workload.py`, `matmul_flops.py` | a foreign model's work, measured, for the planner |
+"""

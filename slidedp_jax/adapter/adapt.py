@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models.streamed import Batch, Params, Stage, StreamedModel
 from slidedp_jax.adapter.claims import Claims, claim, example_batch
 from slidedp_jax.adapter.loss_check import check_sum_over_rows
 from slidedp_jax.adapter.nnx_source import from_nnx
@@ -25,6 +24,7 @@ from slidedp_jax.adapter.randomness import row_by_row
 from slidedp_jax.adapter.source import Rows, Source
 from slidedp_jax.adapter.tree_source import from_tree
 from slidedp_jax.errors import UserError
+from slidedp_jax.models.streamed import Batch, Params, Stage, StreamedModel
 
 RESERVED = {
     *("input_ids", "labels", "targets", "positions", "segment_ids", "key"),

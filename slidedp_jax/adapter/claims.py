@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from models.streamed import Stage
 from slidedp_jax.adapter.paths import named_leaves
 from slidedp_jax.adapter.randomness import IMPLEMENTATION
 from slidedp_jax.adapter.source import Rows, Source
 from slidedp_jax.errors import UserError
+from slidedp_jax.models.streamed import Stage
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.streamed import StreamedModel
 from slidedp_jax.adapter.claims import example_batch
 from slidedp_jax.errors import UserError
+from slidedp_jax.models.streamed import StreamedModel
 
 TOLERANCE = 0.02
 """Of the losses' size: rounding in bf16 stays below it, a mean over rows is off by half."""

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from models.streamed import Batch
 from slidedp_jax.errors import UserError
+from slidedp_jax.models.streamed import Batch
 
 Tree = Any
 Key = jax.Array | None

@@ -16,10 +16,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from models.streamed import Stage, StreamedModel
-from planner.workload import StageWork, Workload, parameter_groups
 from slidedp_jax.adapter.claims import example_batch
 from slidedp_jax.adapter.matmul_flops import matmul_flops
+from slidedp_jax.models.streamed import Stage, StreamedModel
+from slidedp_jax.planner.workload import StageWork, Workload, parameter_groups
 
 LOGITS_BYTES = 4
 

@@ -5,10 +5,21 @@
     source = BatchSource(examples, max_seq_length=2048, step_size=StepSize(per_device=8))
     for batch in source: ...
 
-`records` and `rows` read files, `tokenizer` and `chat_template` read the model folder, `spans`
-finds what the assistant said and `unprinted` what the template left out, `tokenize` turns rows into
-`examples` and a `report`, `packing` and `batches` make rows and steps, `preview` shows one example.
 NumPy only; no JAX, no PyTorch.
+
+| file | |
+|---|---|
+| `records.py`, `parquet.py` | files to records |
+| `rows.py`, `fields.py` | records to checked rows |
+| `conversations.py`, `tool_calls.py` | messages and calls in every form |
+| `tokenizer.py`, `chat_template.py` | the folder's tokenizer and template |
+| `spans.py` | what the assistant said |
+| `encode.py`, `tokenize.py`, `examples.py` | rows to token ids and supervision, kept compactly |
+| `unprinted.py` | what rows say and the template does not print |
+| `remarks.py` | such remarks, counted by file |
+| `example_settings.py` | how rows become examples |
+| `packing.py`, `batches.py` | examples into rows; a seeded order that resumes |
+| `report.py`, `preview.py` | what became of the rows; one example to look at |
 """
 
 from slidedp_jax.data.batches import BatchSource, StepBatch, StepSize, row_widths

@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import optax
 
-from planner.strategy import Strategy
 from slidedp_jax import Adapted, Trainer
+from slidedp_jax.planner.strategy import Strategy
 
 LEARNING_RATE = 1e-3
 

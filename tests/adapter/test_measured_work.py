@@ -9,15 +9,15 @@ from plain_steps import token_batches
 from toy_nnx import PARTS, VOCAB, WIDTH, Hybrid
 
 import slidedp_jax
-from models import decoder
-from models.config import named_config
-from models.loss import cross_entropy_sum
-from planner.candidates import Choices
-from planner.workload import BatchShape, Workload
 from slidedp_jax import Trainer
 from slidedp_jax.adapter.matmul_flops import matmul_flops
 from slidedp_jax.adapter.workload import measured_workload
-from slidedp_jax.planning import plan_for
+from slidedp_jax.models import decoder
+from slidedp_jax.models.config import named_config
+from slidedp_jax.models.loss import cross_entropy_sum
+from slidedp_jax.planner.candidates import Choices
+from slidedp_jax.planner.workload import BatchShape, Workload
+from slidedp_jax.this_machine import plan_for
 
 TOKENS = 16
 

@@ -17,8 +17,8 @@ from safetensors.numpy import save_file
 from streamed_steps import adamw, assert_equal_training, train
 
 import slidedp_jax
-from models.loss import cross_entropy_sum
 from slidedp_jax.adapter.paths import named_leaves
+from slidedp_jax.models.loss import cross_entropy_sum
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # its own imports are deprecated ones

@@ -8,7 +8,8 @@ from streamed_steps import adamw, strategy
 from toy_nnx import PARTS, VOCAB, Hybrid
 
 import slidedp_jax
-from slidedp_jax import Trainer, checkpoint
+from slidedp_jax import Trainer
+from slidedp_jax.checkpoint import save_restore as checkpoint
 
 ROWS, TOKENS = 4, 9
 

@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 from slidedp_jax.train import main
 
 ROOT = pathlib.Path(__file__).parents[2]
-DEMO = runpy.run_path(str(ROOT / "scripts" / "make_demo_folder.py"))
+DEMO = runpy.run_path(str(ROOT / "scripts" / "make" / "make_demo_folder.py"))
 VOCAB_SIZE = 272
 """Of the model; the tokenizer has 259, so no row ever holds the last thirteen ids."""
 

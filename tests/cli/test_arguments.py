@@ -5,7 +5,8 @@ import typing
 
 import pytest
 
-from slidedp_jax.arguments import (
+from slidedp_jax.errors import UserError
+from slidedp_jax.run.arguments import (
     _ALIASES,
     FIELDS,
     TrainArguments,
@@ -13,7 +14,6 @@ from slidedp_jax.arguments import (
     help_text,
     parse_arguments,
 )
-from slidedp_jax.errors import UserError
 from slidedp_jax.train import main
 
 NEEDED = ["--model_name_or_path", "m", "--train_file", "a.jsonl", "--output_dir", "o"]

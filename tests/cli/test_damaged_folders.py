@@ -11,9 +11,9 @@ import sys
 import pytest
 from runs import ROOT, checkpoints, differing, losses, metrics, state, tree_of, wait_for
 
-from slidedp_jax import run_folder
-from slidedp_jax.checkpoint import keep_last, list_steps
-from slidedp_jax.replaced_run import ReplacedRun
+from slidedp_jax.checkpoint.save_restore import keep_last, list_steps
+from slidedp_jax.run.folder import _tidy
+from slidedp_jax.run.replaced import ReplacedRun
 from slidedp_jax.train import main
 from slidedp_jax.whole_files import write_whole
 
@@ -148,7 +148,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch, call, how
 
 KILLED = """
 import os, signal, sys
-from slidedp_jax import run_folder, run_record, whole_files
+from slidedp_jax import whole_files
 real = os.replace
 def killed(*names):
     if str(names[1]).endswith(sys.argv[1]):
@@ -238,11 +238,11 @@ def changed(config, changes):
 
 
 def fails_to_plan(patch):
-    patch.setattr("slidedp_jax.planning.plan", lambda *_, **__: 1 / 0)
+    patch.setattr("slidedp_jax.this_machine.plan", lambda *_, **__: 1 / 0)
 
 
 def fails_to_load(patch):
-    patch.setattr("models.hf_load.load_parameters", lambda *_, **__: 1 / 0)
+    patch.setattr("slidedp_jax.run.loop.load_parameters", lambda *_, **__: 1 / 0)
 
 
 def fails_in_the_first_step(patch):
@@ -357,7 +357,7 @@ def test_setting_aside_is_undone_from_any_point(finished, tmp_path, monkeypatch,
                 old.settle(replaced=False)
             except Stop:
                 continue
-    run_folder._tidy(out)
+    _tidy(out)
     assert tree_of(out) == before
 
 
@@ -376,7 +376,7 @@ def test_an_export_that_fails_leaves_the_one_before(inputs, finished, tmp_path, 
     out = shutil.copytree(finished, tmp_path / "run")
     before = {name: file for name, file in tree_of(out).items() if name.startswith("export/")}
     with monkeypatch.context() as patch:
-        patch.setattr("models.hf_export._copy_files", lambda *_: 1 / 0)
+        patch.setattr("slidedp_jax.models.hf_export._copy_files", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             main(inputs.command(out, export=True, export_dtype="float32", **SETTINGS))
     after = tree_of(out)

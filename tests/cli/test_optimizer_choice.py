@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from runs import losses
 
-from planner.memory import ADAMW_STATE_BYTES
-from slidedp_jax.arguments import TrainArguments
-from slidedp_jax.optimizers import make_optimizer, state_bytes
+from slidedp_jax.planner.memory import ADAMW_STATE_BYTES
+from slidedp_jax.run.arguments import TrainArguments
+from slidedp_jax.run.optimizers import make_optimizer, state_bytes
 from slidedp_jax.train import main
 
 RATE, DECAY = 1e-2, 0.1

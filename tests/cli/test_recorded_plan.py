@@ -5,9 +5,9 @@ import json
 import pytest
 from runs import differing, losses, state
 
-import planner.candidates
-import slidedp_jax.planning
-from planner.host_memory import HostMemory, MemoryBound
+import slidedp_jax.planner.candidates
+import slidedp_jax.this_machine
+from slidedp_jax.planner.host_memory import HostMemory, MemoryBound
 from slidedp_jax.train import main
 
 FREE = {"layers_per_chunk": "null", "rows_per_microbatch": "null", "max_steps": 4}
@@ -20,7 +20,7 @@ def chosen(out):
 @pytest.fixture
 def another_search(monkeypatch):
     """Whatever is searched from now on ends with two layers per chunk."""
-    monkeypatch.setattr(planner.candidates, "_chunk_sizes", lambda *_: [2])
+    monkeypatch.setattr("slidedp_jax.planner.candidates._chunk_sizes", lambda *_: [2])
 
 
 def test_a_resumed_run_takes_its_own_plan(inputs, tmp_path, capsys, another_search, monkeypatch):
@@ -90,12 +90,14 @@ def test_a_plan_that_no_longer_fits_is_not_taken_in_silence(inputs, tmp_path, ca
     inputs.train(out, **FREE | {"max_steps": 2})
     need = json.loads((out / "run.json").read_text())["plan"]["chosen"]["memory"]["host_bytes"]
     with monkeypatch.context() as patch:
-        patch.setattr(slidedp_jax.planning, "available_host_memory", memory(need / 2**30 / 2))
+        patch.setattr(slidedp_jax.this_machine, "available_host_memory", memory(need / 2**30 / 2))
         capsys.readouterr()
         assert main(inputs.command(out, **FREE)) == 1
         error = capsys.readouterr().err
         assert "does not fit" in error and "host memory: needs" in error and "budget" in error
-        patch.setattr(slidedp_jax.planning, "available_host_memory", memory(need / 2**30 / 1.02))
+        patch.setattr(
+            slidedp_jax.this_machine, "available_host_memory", memory(need / 2**30 / 1.02)
+        )
         inputs.train(out, **FREE)
         assert "can be had now: it must not become less" in capsys.readouterr().out
 
@@ -103,7 +105,7 @@ def test_a_plan_that_no_longer_fits_is_not_taken_in_silence(inputs, tmp_path, ca
 def test_a_kernel_form_that_is_recorded_is_kept(inputs, tmp_path, monkeypatch):
     out, straight = tmp_path / "run", tmp_path / "straight"
     with monkeypatch.context() as patch:
-        patch.setattr("slidedp_jax.part_updates.kernel_form", lambda *_: "blocked")
+        patch.setattr("slidedp_jax.update.part_updates.kernel_form", lambda *_: "blocked")
         inputs.train(out, max_steps=2)
         inputs.train(straight, max_steps=4)
     inputs.train(out, max_steps=4)

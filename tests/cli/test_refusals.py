@@ -6,9 +6,9 @@ from functools import partial
 
 import pytest
 
-from planner.host_memory import available_host_memory
-from slidedp_jax import planning
-from slidedp_jax.run_lock import RunLock
+from slidedp_jax import this_machine
+from slidedp_jax.planner.host_memory import available_host_memory
+from slidedp_jax.run.lock import RunLock
 from slidedp_jax.train import main
 
 CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
@@ -25,7 +25,7 @@ def refused(inputs, tmp_path, capsys, monkeypatch):
             path.write_text(text)
             settings = {"train_file": path} | settings
         with monkeypatch.context() as patch:
-            patch.setattr("models.hf_load.load_parameters", _never)
+            patch.setattr("slidedp_jax.models.hf_load.load_parameters", _never)
             patch.setattr("slidedp_jax.trainer.Trainer.__init__", _never)
             assert main(inputs.command(out, **settings)) == code
         error = capsys.readouterr().err
@@ -136,7 +136,9 @@ def test_a_stated_budget_is_what_may_be_used(inputs, tmp_path, capsys, monkeypat
     machine = tmp_path / "machine"
     (machine / "proc").mkdir(parents=True)
     (machine / "proc/meminfo").write_text("MemTotal: 8388608 kB\nMemAvailable: 4194304 kB\n")
-    monkeypatch.setattr(planning, "available_host_memory", partial(available_host_memory, machine))
+    monkeypatch.setattr(
+        this_machine, "available_host_memory", partial(available_host_memory, machine)
+    )
 
     def plan(gib):
         code = main(inputs.command(tmp_path / "out", dry_run=True, host_memory_budget=gib))

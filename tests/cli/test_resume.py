@@ -9,11 +9,11 @@ import optax
 import pytest
 from runs import checkpoints, differing, losses, metrics, state, stop, tree_of, wait_for
 
-from models.decoder import build
-from models.hf_config import read_config
-from planner.strategy import Strategy
 from slidedp_jax import Trainer
-from slidedp_jax.checkpoint import restore, save
+from slidedp_jax.checkpoint.save_restore import restore, save
+from slidedp_jax.models.decoder import build
+from slidedp_jax.models.hf_config import read_config
+from slidedp_jax.planner.strategy import Strategy
 from slidedp_jax.train import main
 
 

@@ -6,11 +6,11 @@ import jax
 import pytest
 from runs import checkpoints, losses, metrics
 
-from slidedp_jax.checkpoint import list_steps
+from slidedp_jax.checkpoint.save_restore import list_steps
 from slidedp_jax.data import BatchSource
-from slidedp_jax.part_updates import PartUpdates
 from slidedp_jax.train import main
 from slidedp_jax.trainer import Trainer
+from slidedp_jax.update.part_updates import PartUpdates
 
 pytestmark = pytest.mark.timeout(300)
 SETTINGS = {"max_steps": 6, "save_steps": 2}

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from runs import losses, metrics
 
-from slidedp_jax.arguments import parse_arguments
-from slidedp_jax.schedule import learning_rate
-from slidedp_jax.step_guard import StepGuard
+from slidedp_jax.run.arguments import parse_arguments
+from slidedp_jax.run.learning_rate import learning_rate
 from slidedp_jax.train import main
+from slidedp_jax.update.step_guard import StepGuard
 
 ROWS = 48
 QUIET = {"save_at_end": True, "save_steps": 500}

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from slidedp_jax.progress import LoadProgress
+from slidedp_jax.run.progress import LoadProgress
 
 
 def test_loading_is_handed_on_and_its_share_said(capsys):

@@ -7,9 +7,9 @@ import pytest
 from runs import losses, metrics, state
 from safetensors.numpy import load_file
 
-from slidedp_jax.arguments import TrainArguments
-from slidedp_jax.optimizers import decays
-from slidedp_jax.schedule import learning_rate, num_warmup_steps
+from slidedp_jax.run.arguments import TrainArguments
+from slidedp_jax.run.learning_rate import learning_rate, num_warmup_steps
+from slidedp_jax.run.optimizers import decays
 
 
 def arguments(**settings):

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slidedp_jax.batch import prepare
 from slidedp_jax.data import (
     IGNORED,
     BatchSource,
@@ -24,6 +23,7 @@ from slidedp_jax.data import (
     row_widths,
 )
 from slidedp_jax.errors import UserError
+from slidedp_jax.step.batch import prepare
 
 
 def make_examples(lengths, seed=0) -> Examples:

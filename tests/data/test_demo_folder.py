@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from slidedp_jax.data import IGNORED, ExampleSettings, load_examples, load_tokenizer, preview
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "make_demo_folder.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "make" / "make_demo_folder.py"
 
 
 def make(out):

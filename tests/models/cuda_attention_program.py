@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import plain_model
 
-from models.attention import attend, device_target, resolve_attention, row_layout
-from slidedp_jax.batch import document_offsets
+from slidedp_jax.models.attention import attend, device_target, resolve_attention, row_layout
+from slidedp_jax.step.batch import document_offsets
 
 NUM_TOKENS, HEADS, KV_HEADS, HEAD_DIM = 256, 8, 2, 64
 

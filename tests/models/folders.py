@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from models.hf_config import parse_config
+from slidedp_jax.models.hf_config import parse_config
 
 QWEN2 = {
     "architectures": ["Qwen2ForCausalLM"],

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.streamed import Batch, Stage, StreamedModel
+from slidedp_jax.models.streamed import Batch, Stage, StreamedModel
 
 
 def quick_jit(function):

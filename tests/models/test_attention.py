@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.attention import (
+from slidedp_jax.models.attention import (
     ComputeTarget,
     cudnn_documents,
     device_target,

@@ -8,9 +8,9 @@ import numpy as np
 import plain_model
 import pytest
 
-from models import cached_layers
-from models.config import RopeParameters, named_config
-from models.decoder import build
+from slidedp_jax.models import cached_layers
+from slidedp_jax.models.config import RopeParameters, named_config
+from slidedp_jax.models.decoder import build
 
 NUM_TOKENS, CAPACITY = 16, 16
 

@@ -5,7 +5,7 @@ import plain_model
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from models.chunked_attention import chunked_attention, visible_block_pairs
+from slidedp_jax.models.chunked_attention import chunked_attention, visible_block_pairs
 
 
 def draw(num_tokens, *, rows=2, heads=4, kv_heads=2, head_dim=8, seed=0):

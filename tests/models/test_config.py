@@ -4,8 +4,8 @@ import sys
 import jax
 import pytest
 
-from models.config import ModelConfig, RopeParameters, config_names, named_config
-from models.decoder import build
+from slidedp_jax.models.config import ModelConfig, RopeParameters, config_names, named_config
+from slidedp_jax.models.decoder import build
 
 # Counts stated on the public model cards or by the files' own sizes.
 PUBLISHED_COUNTS = {

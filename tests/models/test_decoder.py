@@ -5,8 +5,8 @@ import plain_model
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from models.config import ModelConfig, RopeParameters, named_config
-from models.decoder import build, initial_value
+from slidedp_jax.models.config import ModelConfig, RopeParameters, named_config
+from slidedp_jax.models.decoder import build, initial_value
 
 CONFIG = named_config("tiny-tied")
 

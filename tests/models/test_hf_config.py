@@ -3,8 +3,8 @@ import json
 import pytest
 from folders import QWEN2
 
-from models.config import ModelConfig, RopeParameters
-from models.hf_config import parse_config, read_config
+from slidedp_jax.models.config import ModelConfig, RopeParameters
+from slidedp_jax.models.hf_config import parse_config, read_config
 
 LLAMA = {
     **{k: v for k, v in QWEN2.items() if k not in ("rope_theta", "use_sliding_window")},

@@ -8,9 +8,9 @@ from folders import BFLOAT16, QWEN2, TOKENIZER_FILES, random_tensors, read_index
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from models.hf_config import parse_config
-from models.hf_export import export
-from models.hf_load import load_parameters
+from slidedp_jax.models.hf_config import parse_config
+from slidedp_jax.models.hf_export import export
+from slidedp_jax.models.hf_load import load_parameters
 
 SHAPES = parse_config(QWEN2).parameter_shapes()
 TIED = QWEN2 | {"tie_word_embeddings": True}

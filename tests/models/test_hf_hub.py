@@ -2,7 +2,7 @@ import importlib.util
 
 import pytest
 
-from models.hf_hub import resolve_model_folder
+from slidedp_jax.models.hf_hub import resolve_model_folder
 
 
 def test_a_local_folder_is_taken_as_it_is(tmp_path):

@@ -11,8 +11,8 @@ import pytest
 from folders import BFLOAT16, QWEN2, random_tensors, read_index, write_folder, write_index
 from safetensors.numpy import load_file, save_file
 
-from models.hf_config import parse_config, read_config
-from models.hf_load import check_folder, load_parameters
+from slidedp_jax.models.hf_config import parse_config, read_config
+from slidedp_jax.models.hf_load import check_folder, load_parameters
 
 SHAPES = parse_config(QWEN2).parameter_shapes()
 FIRST = "model-00001-of-00003.safetensors"
@@ -245,7 +245,7 @@ PEAK_PROGRAM = """
 import sys
 from pathlib import Path
 import numpy as np
-from models.hf_load import find_tensors, load_parameters
+from slidedp_jax.models.hf_load import find_tensors, load_parameters
 
 def peak_bytes():
     status = Path("/proc/self/status").read_text()

@@ -8,10 +8,10 @@ import plain_model
 import pytest
 from safetensors.numpy import load_file
 
-from models.decoder import build
-from models.hf_config import parse_config, read_config
-from models.hf_export import export
-from models.hf_load import load_parameters
+from slidedp_jax.models.decoder import build
+from slidedp_jax.models.hf_config import parse_config, read_config
+from slidedp_jax.models.hf_export import export
+from slidedp_jax.models.hf_load import load_parameters
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -5,7 +5,7 @@ import plain_model
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from models.loss import cross_entropy_sum
+from slidedp_jax.models.loss import cross_entropy_sum
 
 CHUNK, HIDDEN, VOCAB = 8, 12, 37
 

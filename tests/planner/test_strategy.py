@@ -1,6 +1,6 @@
 import pytest
 
-from planner.strategy import Strategy
+from slidedp_jax.planner.strategy import Strategy
 
 BASE = {"layers_per_chunk": 1, "rows_per_microbatch": 1, "num_microbatches": 1}
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from planner.timeline import Task, simulate
+from slidedp_jax.planner.timeline import Task, simulate
 
 
 def _task(lane, work_s, after=(), order=(0,), **demands):

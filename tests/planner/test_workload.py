@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from models.config import named_config
-from planner.workload import BatchShape, StageWork, Workload, parameter_groups
+from slidedp_jax.models.config import named_config
+from slidedp_jax.planner.workload import BatchShape, StageWork, Workload, parameter_groups
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-tied", "qwen3-4b", "qwen2.5-7b", "llama-3.2-1b"])

@@ -1,0 +1,163 @@
+"""Time a checkpoint of a model's whole training state: write, read back, and the disk alone.
+
+    python scripts/bench/bench_checkpoint.py --model qwen3-4b --folder DIR --out NAME
+
+Weights are random, the strategy is the planner's (or everything on the host, `--resident-state
+off`), and one optimizer step has been taken, so moments are not zero. *save* is that of
+`slidedp_jax.checkpoint`, checksums and the last file included; *restore* reads into the same
+trainer, which verifies the checksums; *disk* writes as many random bytes with eight threads and
+asks for them to be on the disk, which says what the folder's disk can do. `DIR` needs room for the
+checkpoint (12 bytes per parameter) twice, or once with `--disk-share 0`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import os
+import pathlib
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+
+import bench_record
+import step_timing
+from bench_record import rss_gib
+
+import slidedp_jax
+
+WRITERS = 8
+BLOCK_BYTES = 1 << 26
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="qwen3-4b", help="named shape, or a model folder")
+    parser.add_argument("--layers", type=int, help="only the first N layers, of a shape")
+    parser.add_argument("--seq", type=int, default=4096, help="tokens of the step's only row")
+    parser.add_argument("--resident-state", choices=["on", "off"], default="on")
+    parser.add_argument("--disk-share", type=float, default=0.1, help="of the bytes, for *disk*")
+    parser.add_argument("--folder", type=pathlib.Path, required=True)
+    parser.add_argument("--out", type=pathlib.Path)
+    return parser.parse_args()
+
+
+class MemoryWatch:
+    """The largest resident size of this process while it runs."""
+
+    def __init__(self) -> None:
+        self.peak_gib = rss_gib()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Watch for as long as the context lasts."""
+        self._thread.start()
+        try:
+            yield
+        finally:
+            self._stop.set()
+            self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.05):
+            self.peak_gib = max(self.peak_gib, rss_gib())
+
+
+def timed(run: Callable[[], Any]) -> dict[str, float]:
+    """Seconds of wall clock and of all threads' CPU, and memory beside what was there."""
+    watch, before_gib = MemoryWatch(), rss_gib()
+    start, busy = time.perf_counter(), time.process_time()
+    with watch.running():
+        run()
+    return {
+        "seconds": time.perf_counter() - start,
+        "cpu_seconds": time.process_time() - busy,
+        "extra_gib": watch.peak_gib - before_gib,
+    }
+
+
+def write_raw(folder: pathlib.Path, num_bytes: int, block: bytes) -> None:
+    """`block` again and again into one file per thread, each flushed to the disk."""
+    folder.mkdir(parents=True)
+
+    def write(number: int) -> None:
+        with (folder / str(number)).open("wb", buffering=0) as stream:
+            for _ in range(-(-num_bytes // (WRITERS * len(block)))):
+                stream.write(block)
+            os.fsync(stream.fileno())
+
+    with concurrent.futures.ThreadPoolExecutor(WRITERS) as pool:
+        list(pool.map(write, range(WRITERS)))
+
+
+def make_trainer(args: argparse.Namespace) -> Any:
+    """A trainer with random weights after one step."""
+    import numpy as np
+    import optax
+
+    from slidedp_jax.models import decoder
+    from slidedp_jax.this_machine import plan_for
+
+    config = step_timing.model_config(args.model, args.layers)
+    resident = None if args.resident_state == "on" else False
+    plan = plan_for(config, rows_per_step=1, tokens_per_row=args.seq, resident_state=resident)
+    model = decoder.build(config, loss_chunk_tokens=plan.strategy.loss_chunk_tokens)
+    trainer = slidedp_jax.Trainer(
+        model,
+        optax.adamw(1e-5),
+        strategy=plan.strategy,
+        parameters=lambda write: step_timing.write_weights(args.model, config, model, write),
+        max_grad_norm=1.0,
+    )
+    ids = np.random.default_rng(0).integers(0, config.vocab_size, (1, args.seq)).astype(np.int32)
+    trainer.step({"input_ids": ids, "labels": ids})
+    trainer.wait()
+    return trainer
+
+
+def main() -> None:
+    args = parse()
+    slidedp_jax.configure()
+    from slidedp_jax.checkpoint import save_restore as checkpoint
+
+    trainer = make_trainer(args)
+    record = bench_record.record(
+        ("jax", "orbax-checkpoint"),
+        num_parameters=trainer.store.num_parameters,
+        resident_chunks=trainer.strategy.resident_chunks,
+        rss_before_gib=rss_gib(),
+    )
+    target = args.folder / "step_00000001"
+    record["save"] = timed(lambda: checkpoint.save(trainer, args.folder, {}))
+    record["checkpoint_bytes"] = sum(f.stat().st_size for f in target.rglob("*") if f.is_file())
+    bench_record.save(args.out, record)
+    record["restore"] = timed(lambda: checkpoint.restore(trainer, target))
+    shutil.rmtree(target)
+    record["disk_bytes"] = int(args.disk_share * record["checkpoint_bytes"])
+    if record["disk_bytes"]:
+        raw, block = args.folder / "raw", os.urandom(BLOCK_BYTES)
+        record["disk"] = timed(lambda: write_raw(raw, record["disk_bytes"], block))
+        shutil.rmtree(raw)
+    bench_record.save(args.out, record)
+    trainer.close()
+    print("| what | s | GB/s | CPU s | memory beside GiB |\n|---|---|---|---|---|")
+    for what in ("save", "restore", "disk"):
+        if what in record:
+            times = record[what]
+            num_bytes = record["disk_bytes" if what == "disk" else "checkpoint_bytes"]
+            print(
+                f"| {what} | {times['seconds']:.1f} | {num_bytes / times['seconds'] / 1e9:.2f} | "
+                f"{times['cpu_seconds']:.1f} | {times['extra_gib']:.2f} |"
+            )
+
+
+if __name__ == "__main__":
+    main()

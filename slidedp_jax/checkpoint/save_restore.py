@@ -1,0 +1,338 @@
+"""Elastic checkpoints with Orbax: by parameter name, whatever the chunking and the device count.
+
+A checkpoint is a folder `step_N` with one Orbax item per stage of the model (embedding, each layer,
+head) and `trainer.json`, written last. An item maps each parameter of its stage to its fp32 master
+and its optimizer state arrays. Stages are written, and read, side by side, as many as fit into the
+memory of two neighbouring ones. Everything is written into a hidden sibling folder and renamed when
+complete: a folder named `step_N` is whole.
+"""
+
+from __future__ import annotations
+
+import math
+import pathlib
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from slidedp_jax.checkpoint.bounded_work import side_by_side
+from slidedp_jax.checkpoint.record import (
+    RECORD,
+    check_fits,
+    describe,
+    form_to_go_on_with,
+    read_record,
+    shared_state,
+    write_record,
+)
+from slidedp_jax.checkpoint.stage_arrays import (
+    MASTER,
+    Checksums,
+    StageArrays,
+    array_specs,
+    checksums,
+    read_stage,
+    stage_bytes,
+    state_key,
+    verify,
+    write_stage,
+)
+from slidedp_jax.errors import UserError
+from slidedp_jax.models.streamed import Stage
+from slidedp_jax.planner.memory import largest_neighbours
+from slidedp_jax.state.host_store import HostStore
+from slidedp_jax.trainer import Trainer
+from slidedp_jax.whole_files import UNFINISHED, remove_whole, sync_folder
+
+STAGES_AT_ONCE = 4
+"""Each is one stream of bytes to or from the disk."""
+THREADS = 8
+"""That copy parameters and add up their checksums, for all stages at once."""
+BYTES_PER_FILE_CHUNK = 1 << 26
+"""Larger arrays are cut: in one piece, reading them takes the memory twice."""
+SMALLEST_FILE_CHUNK = 1 << 22
+"""Arrays whose sizes allow smaller pieces only (of a prime vocabulary, rows) are not cut."""
+
+_STEP = re.compile(r"step_(\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """What a checkpoint holds beside arrays.
+
+    Attributes:
+      step: optimizer steps done.
+      extra: what `save` was given (data position, settings).
+    """
+
+    step: int
+    extra: dict[str, Any]
+
+
+def save(trainer: Trainer, folder: pathlib.Path, extra: Mapping[str, Any]) -> pathlib.Path:
+    """Write `folder/step_N` for the trainer's present step N.
+
+    Args:
+      trainer: its pending updates are waited for.
+      folder: where checkpoints live; made if absent.
+      extra: JSON-able values to keep beside the state.
+
+    Returns:
+      The checkpoint's folder. One that holds this very state is left as it is.
+
+    Raises:
+      UserError: there is a checkpoint of another state with the same number of steps.
+      OSError: the file system refuses; no `step_N` is left behind.
+    """
+    trainer.require_weights()
+    trainer.wait()
+    record = describe(trainer, extra)
+    target = folder / f"step_{trainer.step_count:08d}"
+    if (target / RECORD).is_file():
+        _check_is_saved(trainer, target, record)
+        return target
+    remove_whole(target)  # half copied
+    unfinished = folder / f".{target.name}{UNFINISHED}"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    try:
+        record["checksums"] = _of_all_stages(
+            trainer, lambda arrays, stage: _write_item(unfinished, stage, arrays)
+        )
+        write_record(unfinished, record)
+        unfinished.rename(target)
+    except BaseException:  # what is left would keep a full disk full
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    sync_folder(folder)
+    return target
+
+
+def restore(trainer: Trainer, checkpoint: pathlib.Path) -> Restored:
+    """Read a checkpoint into a trainer, whatever devices and chunking it was saved with.
+
+    Pending updates are waited for. Everything is judged before anything is changed: where the
+    trainer holds weights already, the arrays are read once more for that. Only a disk that fails
+    in between leaves a trainer without weights, which says so until a checkpoint is restored.
+
+    Raises:
+      UserError: the folder is not a complete checkpoint, damaged, or of another model, model
+        configuration or optimizer.
+    """
+    record = read_record(checkpoint)
+    check_fits(checkpoint, record, trainer)
+    for item in (checkpoint / _item(stage) for stage in trainer.model.stages()):
+        if not item.is_dir():
+            raise UserError(f"{checkpoint} has no {item.name}: it is of another model or damaged")
+    trainer.take_kernel_form(form_to_go_on_with(record))
+    if trainer.holds_weights:
+        _of_all_items(trainer, checkpoint, record, lambda *_: None)
+    with trainer.replacing_state():
+        _of_all_items(trainer, checkpoint, record, write_stage)
+        trainer.resume_at(record["step"], shared_state(checkpoint, record))
+    return Restored(step=record["step"], extra=record["extra"])
+
+
+def list_steps(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Complete checkpoints of a run, oldest step first."""
+    if not folder.is_dir():
+        return []
+    found = [(int(m[1]), path) for path in folder.iterdir() if (m := _STEP.fullmatch(path.name))]
+    return [path for _, path in sorted(found) if (path / RECORD).is_file()]
+
+
+def keep_last(folder: pathlib.Path, number: int) -> None:
+    """Delete all but the newest `number` complete checkpoints of a run, and leftovers of saves."""
+    for path in list_steps(folder)[:-number]:
+        remove_whole(path)
+    for path in folder.glob(f".step_*{UNFINISHED}"):
+        shutil.rmtree(path)
+
+
+def read_parameter_arrays(
+    checkpoint: pathlib.Path, stage: Stage, *, averaged: bool = False
+) -> dict[str, np.ndarray]:
+    """fp32 masters of a stage by full name, without a trainer (for export).
+
+    `averaged`: their moving averages; of frozen parameters the masters. The checkpoint must have
+    been saved with `ema_decay`.
+
+    Raises:
+      UserError: values are not those that were saved.
+    """
+    item = (checkpoint / _item(stage)).absolute()
+    tree = _checkpointer().restore(item)
+    try:
+        with ThreadPoolExecutor(THREADS) as threads:
+            verify(tree, read_record(checkpoint).get("checksums"), threads)
+    except ValueError as error:
+        raise UserError(f"{item} is damaged: {error}") from None
+
+    def wanted(arrays: Mapping[str, Any]) -> Any:
+        number = len(arrays) - 1  # state arrays, the average is the last
+        return arrays[state_key(number - 1) if averaged and number else MASTER]
+
+    return {name: np.asarray(wanted(arrays)) for name, arrays in tree.items()}
+
+
+def _checkpointer() -> ocp.Checkpointer:
+    """Uncompressed: weights do not compress, and zstd is the slowest part of a save."""
+    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False, use_zarr3=True))
+
+
+def _item(stage: Stage) -> str:
+    return stage.item or stage.name or "head"
+
+
+def _check_is_saved(trainer: Trainer, target: pathlib.Path, record: Mapping[str, Any]) -> None:
+    """Whether a checkpoint holds the trainer's present state, bit for bit.
+
+    Raises:
+      UserError: it holds another one.
+    """
+    saved = read_record(target)
+    same = {name: saved.get(name) for name in record} == dict(record)
+    if same and _of_all_stages(trainer, lambda *_: None) == saved.get("checksums"):
+        return
+    raise UserError(
+        f"{target} holds another state of step {trainer.step_count}, of another run or from before "
+        "this one went back. Nothing was written: give another folder, or move that one away"
+    )
+
+
+def _of_all_stages(
+    trainer: Trainer, use: Callable[[StageArrays, Stage], None]
+) -> dict[str, Mapping[str, int]]:
+    """Checksums of all arrays, each stage's handed to `use` while they are in memory."""
+    sums: dict[str, Mapping[str, int]] = {}
+    with ThreadPoolExecutor(THREADS) as threads:
+
+        def of_stage(stage: Stage) -> Checksums:
+            arrays = read_stage(trainer.store, stage, threads)
+            found = checksums(arrays, threads)
+            use(arrays, stage)
+            return found
+
+        for found in _stage_by_stage(of_stage, trainer, [1] * len(trainer.model.stages())):
+            sums |= found
+    return sums
+
+
+def _of_all_items(
+    trainer: Trainer,
+    checkpoint: pathlib.Path,
+    record: Mapping[str, Any],
+    use: Callable[[HostStore, StageArrays, Executor], None],
+) -> None:
+    """Read, verify and hand on the arrays of every stage.
+
+    Raises:
+      UserError: some are not there, not whole, or others.
+    """
+    stages = trainer.model.stages()
+    with ThreadPoolExecutor(THREADS) as threads:
+
+        def of_stage(stage: Stage) -> None:
+            arrays = _load_item(trainer.store, checkpoint, record, stage, threads)
+            use(trainer.store, arrays, threads)
+
+        # What stays on the devices is gathered on its way, beside what has been read.
+        copies = [1 + trainer.store.is_resident(stage.parameter_names()[0]) for stage in stages]
+        for _ in _stage_by_stage(of_stage, trainer, copies):
+            pass
+
+
+def _stage_by_stage(
+    work: Callable[[Stage], Any], trainer: Trainer, copies: Sequence[int]
+) -> Iterator[Any]:
+    """`work` on every stage, several at once: results as they come.
+
+    `copies`: per stage, how many times its bytes are in memory meanwhile.
+    """
+    stages = trainer.model.stages()
+    sizes = [stage_bytes(trainer.store, stage) for stage in stages]
+    costs = [size * number for size, number in zip(sizes, copies, strict=True)]
+    return side_by_side(
+        lambda item: work(item[0]),
+        zip(stages, costs, strict=True),
+        cost=lambda item: item[1],
+        limit=largest_neighbours(sizes),
+        workers=STAGES_AT_ONCE,
+    )
+
+
+def _write_item(folder: pathlib.Path, stage: Stage, arrays: StageArrays) -> None:
+    """Write the item of a stage.
+
+    Raises:
+      OSError: the file system refuses.
+    """
+    item = (folder / _item(stage)).absolute()
+    cut = jax.tree.map(_save_args, arrays)
+    try:
+        _checkpointer().save(item, args=ocp.args.PyTreeSave(arrays, save_args=cut))
+    except (ValueError, RuntimeError) as error:  # TensorStore's, with the system's words inside
+        raise OSError(f"{item} cannot be written: {error}") from None
+
+
+def _save_args(array: np.ndarray) -> ocp.SaveArgs:
+    """With pieces of a sensible size, or in one piece."""
+    pieces = _piece_bytes(array.shape, array.itemsize)
+    return ocp.SaveArgs(
+        chunk_byte_size=BYTES_PER_FILE_CHUNK if pieces >= SMALLEST_FILE_CHUNK else None
+    )
+
+
+def _piece_bytes(shape: Sequence[int], itemsize: int) -> int:
+    """Bytes of the pieces into which Orbax would cut an array; of one that it would not, the limit.
+
+    It takes the largest dimension to its next smaller divisor until a piece is small enough.
+    """
+    piece = list(shape)
+    if math.prod(piece) * itemsize <= BYTES_PER_FILE_CHUNK:
+        return BYTES_PER_FILE_CHUNK
+    while math.prod(piece) * itemsize > BYTES_PER_FILE_CHUNK:
+        largest = piece.index(max(piece))
+        whole, now = shape[largest], piece[largest]
+        piece[largest] = next(size for size in range(now - 1, 0, -1) if whole % size == 0)
+    return math.prod(piece) * itemsize
+
+
+def _load_item(
+    store: HostStore,
+    checkpoint: pathlib.Path,
+    record: Mapping[str, Any],
+    stage: Stage,
+    threads: Executor,
+) -> Any:
+    """Arrays of a stage, in the shapes and dtypes of the state.
+
+    Raises:
+      UserError: they are not there, not whole, or others.
+    """
+    item = (checkpoint / _item(stage)).absolute()
+    wanted = {name: array_specs(store, name) for name in stage.parameter_names()}
+    as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), wanted)
+    try:
+        tree = _checkpointer().restore(
+            item, args=ocp.args.PyTreeRestore(item=wanted, restore_args=as_numpy)
+        )
+        for name, arrays in wanted.items():
+            for key, spec in arrays.items():
+                found = tree[name][key]
+                if found.shape != spec.shape:
+                    raise ValueError(f"{key} of {name} has shape {found.shape}, not {spec.shape}")
+        verify(tree, record.get("checksums"), threads)
+        return tree
+    except (ValueError, KeyError, OSError, RuntimeError) as error:
+        raise UserError(
+            f"{item} cannot be read: it is damaged, or of another model. To go on from an earlier "
+            f"checkpoint, move {item.parent} away. What was found: {str(error)[:500]}"
+        ) from error

@@ -1,0 +1,401 @@
+"""Settings of a training run: one frozen value from a YAML file and the command line.
+
+Names are those of Hugging Face's TrainingArguments where they have one. The command line wins over
+the file; hyphens and underscores are the same; an unknown key is an error that names the nearest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import pathlib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import yaml
+
+from slidedp_jax.compilation_cache import AUTO
+from slidedp_jax.data.example_settings import Keep, LossOn, OverLong
+from slidedp_jax.errors import UserError
+from slidedp_jax.planner.strategy import GradientRoute, WeightRoute
+
+Scheduler = Literal["cosine", "linear", "constant", "constant_with_warmup"]
+Optimizer = Literal["adamw", "lion", "sgd", "adafactor", "muon"]
+WHOLE_PARAMETER_OPTIMIZERS = ("adafactor", "muon")
+"""Those whose update of a matrix reads all of it."""
+
+
+def _setting(group: str, text: str, default: Any = dataclasses.MISSING) -> Any:
+    metadata = {"group": group, "help": text}
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: default.copy(), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainArguments:
+    """Every setting of `python -m slidedp_jax.train`; see each field's help text."""
+
+    model_name_or_path: str = _setting("model", "Hugging Face model folder (or hub name)")
+    train_file: list[str] = _setting("data", "one or more .jsonl, .json, .txt or .parquet files")
+    output_dir: str = _setting("output", "folder for checkpoints, metrics and the export")
+
+    attention: Literal["auto", "cudnn", "chunked"] = _setting(
+        "model", "auto, cudnn or chunked", "auto"
+    )
+    dtype: Literal["bfloat16", "float32"] = _setting(
+        "model", "of forward and backward; master weights are always float32", "bfloat16"
+    )
+
+    validation_file: list[str] = _setting("data", "files whose loss is measured", [])
+    max_seq_length: int = _setting("data", "tokens of a row", 2048)
+    packing: bool = _setting("data", "several documents per row, isolated from each other", False)
+    loss_on: LossOn = _setting("data", "auto, assistant, completion or all", "auto")
+    over_long: OverLong = _setting(
+        "data", "longer rows: truncate, drop, raise or split", "truncate"
+    )
+    truncation_keep: Keep = _setting("data", "side of a truncated row that stays", "start")
+    append_eos: bool = _setting("data", "end completions and documents with eos", True)
+    skip_bad_rows: bool = _setting("data", "count malformed rows instead of stopping", False)
+    max_train_samples: int | None = _setting("data", "use the first so many rows", None)
+    chat_template_path: str | None = _setting("data", "file that replaces the chat template", None)
+    chat_template_kwargs: dict[str, Any] = _setting("data", "variables for the template, JSON", {})
+    columns: dict[str, str] = _setting("data", "our field name -> name in the files, JSON", {})
+    shuffle: bool = _setting("data", "a new order each epoch", True)
+    data_seed: int | None = _setting("data", "of the order; the seed by default", None)
+
+    per_device_train_batch_size: int = _setting("training", "rows per device and micro batch", 1)
+    gradient_accumulation_steps: int = _setting("training", "micro batches per step", 1)
+    num_train_epochs: float = _setting("training", "passes over the data", 1.0)
+    max_steps: int | None = _setting("training", "stop there, repeating epochs if need be", None)
+    optim: Optimizer = _setting("training", "adamw, lion, sgd, adafactor or muon", "adamw")
+    learning_rate: float = _setting("training", "peak learning rate", 1e-5)
+    lr_scheduler_type: Scheduler = _setting("training", "after the warm-up", "cosine")
+    warmup_steps: int = _setting("training", "steps of linear warm-up", 0)
+    warmup_ratio: float = _setting("training", "share of steps, where warmup_steps is 0", 0.03)
+    min_lr_ratio: float = _setting("training", "final over peak learning rate", 0.0)
+    weight_decay: float = _setting("training", "decoupled; not on norms and biases", 0.0)
+    adam_beta1: float = _setting("training", "AdamW and Lion; SGD's momentum", 0.9)
+    adam_beta2: float = _setting("training", "AdamW and Lion", 0.999)
+    adam_epsilon: float = _setting("training", "AdamW", 1e-8)
+    max_grad_norm: float | None = _setting("training", "exact global clip; 0 or null for none", 1.0)
+    on_nonfinite: Literal["stop", "skip"] = _setting("training", "non-finite gradients", "stop")
+    max_loss: float | None = _setting("training", "treat a larger loss like those", None)
+    max_consecutive_skips: int = _setting("training", "skips in a row before it stops", 10)
+    freeze: list[str] = _setting("training", "patterns of names that stay as they are", [])
+    ema_decay: float | None = _setting("training", "keep an average of the weights", None)
+    seed: int = _setting("training", "of everything random", 42)
+
+    num_devices: int | None = _setting("devices", "compute devices; all by default", None)
+    devices: str | None = _setting("devices", "GPU indices, such as 1,3", None)
+    platform: Literal["auto", "cpu", "cuda"] = _setting("devices", "where to compute", "auto")
+    num_host_devices: int | None = _setting(
+        "devices", "CPU devices for the state, rounded up to a multiple of the devices", None
+    )
+    device_memory_budget: float | None = _setting("devices", "GiB of each device", None)
+    host_memory_budget: float | None = _setting("devices", "GiB of host memory", None)
+    layers_per_chunk: int | None = _setting("devices", "planned by default", None)
+    rows_per_microbatch: int | None = _setting("devices", "planned by default", None)
+    loss_chunk_tokens: int | None = _setting(
+        "devices", "tokens whose logits exist at once; planned by default", None
+    )
+    keep_activations: bool | None = _setting(
+        "devices", "recompute only layers whose results do not fit; null: on GPUs", None
+    )
+    resident_state: bool | None = _setting(
+        "devices", "state of the lowest layers stays on the GPUs where it pays; null: on GPUs", None
+    )
+    weight_route: WeightRoute | None = _setting("devices", "replicate or shard_all_gather", None)
+    gradient_route: GradientRoute | None = _setting("devices", "reduce_scatter or host_sum", None)
+    plan_from: str | None = _setting(
+        "devices", "run.json of another run, whose strategy is taken for the same bits", None
+    )
+    compilation_cache: str | None = _setting(
+        "devices", "folder for compiled programs, null for none; auto: user's cache, on GPUs", AUTO
+    )
+    hardware: str | None = _setting("devices", "with dry_run: plan for this machine", None)
+    dry_run: bool = _setting("devices", "check everything, print the plan, stop", False)
+
+    save_steps: int | None = _setting("output", "steps between saves; null: see save_at_end", 500)
+    save_at_end: bool = _setting("output", "a checkpoint of the last step", True)
+    save_total_limit: int = _setting("output", "checkpoints to keep", 2)
+    overwrite_output_dir: bool = _setting("output", "start over in a used folder", False)
+    eval_steps: int | None = _setting("output", "steps between evaluations; null: at the end", None)
+    logging_steps: int = _setting("output", "steps between console lines", 1)
+    disable_tqdm: bool = _setting("output", "plain lines also on a terminal", False)
+    export: bool = _setting("output", "write a Hugging Face folder at the end", True)
+    export_dtype: Literal["bfloat16", "float16", "float32"] = _setting(
+        "output", "of the exported weights", "bfloat16"
+    )
+    sample_prompts: list[str] = _setting("output", "greedy samples before and after", [])
+    sample_max_new_tokens: int = _setting("output", "length of the samples", 48)
+
+    def __post_init__(self) -> None:
+        for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "logging_steps"):
+            self._require(name, getattr(self, name) >= 1, "at least 1")
+        for name in ("max_steps", "save_steps", "eval_steps", "num_devices", "max_train_samples"):
+            value = getattr(self, name)
+            self._require(name, value is None or value >= 1, "at least 1, or null")
+        ema_ok = self.ema_decay is None or 0 < self.ema_decay < 1
+        self._require("ema_decay", ema_ok, "between 0 and 1, or null")
+        self._require("max_loss", self.max_loss is None or self.max_loss > 0, "positive, or null")
+        self._require("max_consecutive_skips", self.max_consecutive_skips >= 1, "at least 1")
+        self._require("save_total_limit", self.save_total_limit >= 1, "at least 1")
+        self._require("num_train_epochs", 0 < self.num_train_epochs < math.inf, "positive")
+        for name in ("learning_rate", "weight_decay", "warmup_steps", "max_grad_norm"):
+            value = getattr(self, name) or 0
+            self._require(name, 0 <= value < math.inf, "a finite number, not negative")
+        for name in ("warmup_ratio", "min_lr_ratio"):
+            self._require(name, 0 <= getattr(self, name) <= 1, "0 to 1")
+        for name in ("adam_beta1", "adam_beta2"):
+            self._require(name, 0 <= getattr(self, name) < 1, "0 to 1, 1 excluded")
+        self._require("adam_epsilon", 0 < self.adam_epsilon < math.inf, "positive")
+        self._require("max_seq_length", self.max_seq_length >= 2, "at least 2")
+        if self.resident_state and self.optim in WHOLE_PARAMETER_OPTIMIZERS:
+            raise UserError(
+                f"resident_state is for optimizers that update each weight by itself; {self.optim} "
+                "reads whole matrices, on the host. Drop resident_state, or use another optim"
+            )
+        if self.resident_state and self.freeze:
+            raise UserError(
+                "resident_state is not planned for together with freeze; drop one of them"
+            )
+        if self.resident_state and self.gradient_route == "host_sum":
+            raise UserError(
+                "resident_state needs gradients that the devices sum: drop gradient_route host_sum "
+                "or resident_state"
+            )
+        if not self.train_file:
+            raise UserError("train_file is empty; give at least one file")
+
+    @property
+    def clip(self) -> float | None:
+        """The norm limit, None for no clipping."""
+        return self.max_grad_norm or None
+
+    @property
+    def device_ids(self) -> tuple[int, ...] | None:
+        """GPU indices of `devices`."""
+        if self.devices is None:
+            return None
+        try:
+            return tuple(int(part) for part in self.devices.split(","))
+        except ValueError:
+            raise UserError(f"devices is {self.devices!r}; give indices such as 0,2") from None
+
+    def _require(self, name: str, condition: bool, allowed: str) -> None:
+        if not condition:
+            raise UserError(f"{name} is {getattr(self, name)!r}; it must be {allowed}")
+
+
+_ALIASES = {
+    "base_model": "model_name_or_path",
+    "model": "model_name_or_path",
+    "dataset": "train_file",
+    "max_length": "max_seq_length",
+    "cutoff_len": "max_seq_length",
+    "sequence_len": "max_seq_length",
+    "max_target_length": "max_seq_length",
+    "sample_packing": "packing",
+    "micro_batch_size": "per_device_train_batch_size",
+    "per_device_batch_size": "per_device_train_batch_size",
+    "batch_size": "per_device_train_batch_size",
+    "accumulation_steps": "gradient_accumulation_steps",
+    "num_epochs": "num_train_epochs",
+    "steps": "max_steps",
+    "lr": "learning_rate",
+    "optimizer": "optim",
+    "lr_scheduler": "lr_scheduler_type",
+    "max_norm": "max_grad_norm",
+    "clip_grad_norm": "max_grad_norm",
+    "gradient_clipping_threshold": "max_grad_norm",
+    "max_samples": "max_train_samples",
+    "bf16": "dtype",
+    "torch_dtype": "dtype",
+    "assistant_only_loss": "loss_on",
+    "completion_only_loss": "loss_on",
+    "train_on_inputs": "loss_on",
+    "eval_file": "validation_file",
+    "keep_last_n_checkpoints": "save_total_limit",
+    "export_dir": "output_dir",
+}
+
+_HINTS = typing.get_type_hints(TrainArguments)
+FIELDS = {f.name: f for f in dataclasses.fields(TrainArguments)}
+
+
+def parse_arguments(argv: Sequence[str]) -> TrainArguments:
+    """Read `--config FILE` and `--name value` pairs.
+
+    A list takes all values up to the next flag; a boolean flag without a value means true.
+
+    Raises:
+      UserError: unknown or missing keys, wrong types, an unreadable file.
+    """
+    given = _command_line(argv)
+    values: dict[str, Any] = {}
+    config = given.pop("config", None)
+    if config is not None:
+        values.update(_from_file(pathlib.Path(_one("config", config))))
+    for name, texts in given.items():
+        values[_known(name, "flag --")] = texts
+    missing = [
+        name
+        for name, f in FIELDS.items()
+        if f.default is dataclasses.MISSING
+        and f.default_factory is dataclasses.MISSING
+        and name not in values
+    ]
+    if missing:
+        raise UserError(f"missing: {', '.join('--' + name for name in missing)}; see --help")
+    return TrainArguments(**{name: convert(name, value) for name, value in values.items()})
+
+
+def convert(name: str, value: Any) -> Any:
+    """Bring a value from the file or the command line to its field's type.
+
+    Raises:
+      UserError: it is of another type.
+    """
+    hint = _HINTS[name]
+    # `Literal[...] | None` is of another type than `int | None`.
+    is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+    options = typing.get_args(hint) if is_union else (hint,)
+    if type(None) in options:
+        if _scalar(name, value) in (None, "None", "none", "null", "Null", "~", ""):
+            return None
+        hint = next(option for option in options if option is not type(None))
+    origin = typing.get_origin(hint)
+    if origin is list:
+        return [str(item) for item in (value if isinstance(value, list) else [value])]
+    if origin is dict:
+        return _mapping(name, _scalar(name, value))
+    value = _scalar(name, value)
+    if origin is Literal:
+        return _choice(name, str(value), typing.get_args(hint))
+    return _plain(name, value, hint)
+
+
+def help_text() -> str:
+    """All settings by group, with types and defaults."""
+    lines = ["usage: python -m slidedp_jax.train [--config FILE.yaml] --name value ...", ""]
+    for group in dict.fromkeys(f.metadata["group"] for f in FIELDS.values()):
+        lines.append(f"{group}:")
+        for name, f in FIELDS.items():
+            if f.metadata["group"] == group:
+                lines.append(f"  --{name:<30}{f.metadata['help']}{_default_text(f)}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _default_text(f: dataclasses.Field[Any]) -> str:
+    if f.default is not dataclasses.MISSING:
+        return f" [{f.default}]"
+    return " [required]" if f.default_factory is dataclasses.MISSING else ""
+
+
+def _command_line(argv: Sequence[str]) -> dict[str, list[str]]:
+    given: dict[str, list[str]] = {}
+    name = None
+    for word in argv:
+        if word.startswith("--"):
+            flag, equals, value = word[2:].partition("=")
+            name = flag.replace("-", "_")
+            if name in given:
+                raise UserError(f"--{flag} is given twice; give it once")
+            given[name] = [value] if equals else []
+        elif name is None:
+            raise UserError(f"{word!r} stands before any --flag; settings are --name value pairs")
+        else:
+            given[name].append(word)
+    return given
+
+
+def _from_file(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise UserError(f"cannot read the config file {path}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} must hold `name: value` lines, got {type(content).__name__}")
+    values: dict[str, Any] = {}
+    for key, value in content.items():
+        name = _known(str(key).replace("-", "_"), f"key in {path}: ")
+        if name in values:
+            raise UserError(f"{path} gives {name} twice; give it once")
+        values[name] = value
+    return values
+
+
+def _known(name: str, where: str) -> str:
+    if name in FIELDS:
+        return name
+    if name in _ALIASES:
+        raise UserError(f"unknown {where}{name}; here it is called {_ALIASES[name]}")
+    near = difflib.get_close_matches(name, FIELDS, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else "see --help for all settings"
+    raise UserError(f"unknown {where}{name}; {hint}")
+
+
+def _one(name: str, value: list[str]) -> str:
+    if len(value) != 1:
+        raise UserError(f"--{name} takes one value, got {len(value)}: {' '.join(value)}")
+    return value[0]
+
+
+def _scalar(name: str, value: Any) -> Any:
+    """The one value of a command-line list; an empty list is a bare flag."""
+    if not isinstance(value, list):
+        return value
+    if len(value) > 1:
+        raise UserError(f"{name} takes one value, got {value}; quote it if it holds spaces")
+    return value[0] if value else True
+
+
+def _choice(name: str, value: str, allowed: tuple[Any, ...]) -> str:
+    if value not in allowed:
+        raise UserError(f"{name} is {value!r}; it can be {', '.join(map(str, allowed))}")
+    return value
+
+
+def _mapping(name: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{name} is not JSON: {error}") from None
+    if not isinstance(value, Mapping):
+        raise UserError(f"{name} must be a mapping, got {value!r}")
+    return dict(value)
+
+
+_TRUTH = {"true": True, "yes": True, "on": True, "1": True}
+_TRUTH |= {"false": False, "no": False, "off": False, "0": False}
+
+
+def _plain(name: str, value: Any, kind: type) -> Any:
+    """str, bool, int or float; numbers may come as text such as 1e-5."""
+    if kind is bool:
+        if str(value).lower() not in _TRUTH:
+            raise UserError(f"{name} is {value!r}; it can be true/false, yes/no, on/off or 1/0")
+        return _TRUTH[str(value).lower()]
+    if isinstance(value, bool | list | dict) or value is None:
+        raise UserError(f"{name} is {value!r}; a {kind.__name__} is expected")
+    if kind is str:
+        return str(value)
+    try:
+        number = float(value)
+    except ValueError:
+        raise UserError(f"{name} is {value!r}; a number is expected") from None
+    if kind is int:
+        if not number.is_integer():
+            raise UserError(f"{name} is {value!r}; a whole number is expected")
+        return int(number)
+    return number

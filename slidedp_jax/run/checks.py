@@ -1,0 +1,289 @@
+"""What is checked before anything expensive: model folder, data, steps, devices, plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pathlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from slidedp_jax.data import (
+    BatchSource,
+    DataReport,
+    ExampleSettings,
+    StepSize,
+    Tokenizer,
+    load_examples,
+    load_tokenizer,
+)
+from slidedp_jax.errors import UserError
+from slidedp_jax.models.config import ModelConfig
+from slidedp_jax.models.hf_config import read_config
+from slidedp_jax.models.hf_hub import resolve_model_folder
+from slidedp_jax.models.hf_load import check_folder
+from slidedp_jax.planner.candidates import Choices
+from slidedp_jax.planner.hardware import named_hardware
+from slidedp_jax.planner.search import Plan
+from slidedp_jax.planner.strategy import Strategy
+from slidedp_jax.run.arguments import WHOLE_PARAMETER_OPTIMIZERS, TrainArguments
+from slidedp_jax.state.freezing import frozen_names
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInputs:
+    """Checked inputs of a run.
+
+    Attributes:
+      folder: the model's Hugging Face folder.
+      config: its configuration.
+      tokenizer: its tokenizer; None when the folder has none and all rows are pre-tokenised.
+      source: the training rows.
+      evaluation: the rows of `validation_file`, if any.
+      report: what became of the training files' rows.
+      evaluation_report: what became of the validation files' rows, if any.
+      num_steps: steps in all.
+      first_step: steps that an earlier run has done.
+    """
+
+    folder: pathlib.Path
+    config: ModelConfig
+    tokenizer: Tokenizer | None
+    source: BatchSource
+    evaluation: BatchSource | None
+    report: DataReport
+    evaluation_report: DataReport | None
+    num_steps: int
+    first_step: int = 0
+
+
+def load_inputs(args: TrainArguments, num_devices: int) -> RunInputs:
+    """Check the model folder by its headers, read and tokenise the data, count the steps.
+
+    Raises:
+      UserError: anything about them that would stop the run later.
+    """
+    try:
+        folder = resolve_model_folder(args.model_name_or_path)
+        config = read_config(folder)
+        check_folder(folder, config)
+    except (FileNotFoundError, ValueError) as error:
+        raise UserError(str(error)) from error
+    frozen_names(config.parameter_shapes(), args.freeze)
+    for path in (*args.train_file, *args.validation_file):
+        if not pathlib.Path(path).is_file():
+            raise UserError(f"there is no file {path}; check train_file and validation_file")
+    tokenizer = None
+    if (folder / "tokenizer.json").is_file() or not _all_json(args.train_file):
+        tokenizer = load_tokenizer(folder, chat_template=args.chat_template_path)
+    source, report = _training_rows(args, tokenizer, config.vocab_size, num_devices)
+    evaluation, evaluation_report = None, None
+    if args.validation_file:
+        evaluation, evaluation_report = _evaluation_rows(
+            args, tokenizer, config.vocab_size, num_devices
+        )
+    return RunInputs(
+        folder=folder,
+        config=config,
+        tokenizer=tokenizer,
+        source=source,
+        evaluation=evaluation,
+        report=report,
+        evaluation_report=evaluation_report,
+        num_steps=args.max_steps or source.num_steps(args.num_train_epochs),
+    )
+
+
+def _training_rows(
+    args: TrainArguments, tokenizer: Tokenizer | None, vocab_size: int, num_devices: int
+) -> tuple[BatchSource, DataReport]:
+    examples, report = load_examples(
+        args.train_file, tokenizer, _example_settings(args), vocab_size=vocab_size
+    )
+    source = BatchSource(
+        examples,
+        max_seq_length=args.max_seq_length,
+        step_size=StepSize(
+            per_device=args.per_device_train_batch_size,
+            accumulation=args.gradient_accumulation_steps,
+            num_devices=num_devices,
+        ),
+        seed=args.seed if args.data_seed is None else args.data_seed,
+        packing=args.packing,
+        shuffle=args.shuffle,
+        pad_id=_pad_id(tokenizer),
+    )
+    source.require_whole_step()
+    return source, report
+
+
+def _evaluation_rows(
+    args: TrainArguments, tokenizer: Tokenizer | None, vocab_size: int, num_devices: int
+) -> tuple[BatchSource, DataReport]:
+    settings = dataclasses.replace(_example_settings(args), max_rows=None)
+    examples, report = load_examples(
+        args.validation_file, tokenizer, settings, vocab_size=vocab_size
+    )
+    source = BatchSource(
+        examples,
+        max_seq_length=args.max_seq_length,
+        step_size=args.per_device_train_batch_size * num_devices,
+        shuffle=False,
+        pad_id=_pad_id(tokenizer),
+    )
+    return source, report
+
+
+def _example_settings(args: TrainArguments) -> ExampleSettings:
+    return ExampleSettings(
+        max_seq_length=args.max_seq_length,
+        loss_on=args.loss_on,
+        over_long=args.over_long,
+        keep=args.truncation_keep,
+        append_eos=args.append_eos,
+        skip_bad_rows=args.skip_bad_rows,
+        max_rows=args.max_train_samples,
+        columns=args.columns,
+        template_kwargs=args.chat_template_kwargs,
+    )
+
+
+def _pad_id(tokenizer: Tokenizer | None) -> int:
+    return tokenizer.pad_id if tokenizer is not None else 0
+
+
+def make_plan(
+    args: TrainArguments, inputs: RunInputs, num_devices: int, strategy: Strategy | None = None
+) -> Plan:
+    """The strategy for this machine, or for `args.hardware` in a dry run.
+
+    `strategy`: what has been decided; it is only costed.
+
+    Raises:
+      UserError: nothing fits; every limit is listed.
+    """
+    from slidedp_jax.this_machine import plan_for
+
+    hardware = None
+    if args.hardware is not None:
+        if not args.dry_run:
+            raise UserError("hardware plans for another machine; it goes with --dry_run only")
+        try:
+            hardware = named_hardware(args.hardware, num_devices=num_devices)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+    choices = Choices(
+        layers_per_chunk=args.layers_per_chunk,
+        rows_per_microbatch=args.rows_per_microbatch,
+        loss_chunk_tokens=args.loss_chunk_tokens,
+        weight_route=args.weight_route,
+        gradient_route=args.gradient_route,
+    )
+    whole = args.optim in WHOLE_PARAMETER_OPTIMIZERS
+    return plan_for(
+        inputs.config,
+        rows_per_step=inputs.source.rows_per_step,
+        tokens_per_row=inputs.source.widths[-1],
+        documents_per_row=inputs.source.documents_per_row if args.packing else None,
+        max_grad_norm=args.clip,
+        compute_dtype=args.dtype,
+        optimizer_state_bytes=_state_bytes_per_parameter(args, inputs.config),
+        device_memory_budget_gib=args.device_memory_budget,
+        host_memory_budget_gib=args.host_memory_budget,
+        # Eager updates have begun when a step turns out to be bad.
+        update_policy="deferred" if args.on_nonfinite == "skip" or args.max_loss else None,
+        choices=choices,
+        keep_activations=args.keep_activations,
+        # Some optimizers read whole matrices, on the host; and the memory of frozen layers' state,
+        # which is less, is planned as an average over all, which holds for all of it together.
+        resident_state=False if whole or args.freeze else args.resident_state,
+        hardware=hardware,
+        strategy=strategy,
+    )
+
+
+def _state_bytes_per_parameter(args: TrainArguments, config: ModelConfig) -> float:
+    """Optimizer state in bytes, an average of the weights included, spread over all parameters."""
+    from slidedp_jax.run.optimizers import make_optimizer, state_bytes
+
+    trained = _trained_shapes(args, config)
+    total = state_bytes(make_optimizer(args, num_steps=1), trained)
+    if args.ema_decay is not None:
+        total += 4 * _count(trained)
+    return total / config.num_parameters
+
+
+def _trained_shapes(args: TrainArguments, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    shapes = config.parameter_shapes()
+    frozen = frozen_names(shapes, args.freeze)
+    return {name: shape for name, shape in shapes.items() if name not in frozen}
+
+
+def _count(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    return sum(map(math.prod, shapes.values()))
+
+
+def frozen_note(args: TrainArguments, config: ModelConfig) -> str:
+    """One line on what stays as it is."""
+    trained, arrays = _trained_shapes(args, config), len(config.parameter_shapes())
+    return (
+        f"{arrays - len(trained)} of {arrays} parameter arrays are frozen; "
+        f"{_count(trained):,} of {config.num_parameters:,} parameters are trained"
+    )
+
+
+def check_attention(args: TrainArguments, inputs: RunInputs) -> None:
+    """Whether a kernel that was asked for by name can run on this machine.
+
+    Raises:
+      UserError: it cannot; every reason is listed.
+    """
+    if args.attention == "auto" or args.hardware is not None:
+        return
+    from slidedp_jax.models.attention import device_target, resolve_attention
+    from slidedp_jax.process import current_setup
+
+    try:
+        resolve_attention(
+            args.attention,
+            target=device_target(current_setup().devices()[0][0]),
+            dtype=args.dtype,
+            head_dim=inputs.config.head_dim,
+            rows="documents" if args.packing else "whole",
+        )
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def setting_notes(inputs: RunInputs, args: TrainArguments) -> list[str]:
+    """What is allowed and does not do what one might expect."""
+    notes = []
+    longest = inputs.config.max_position_embeddings
+    if longest is not None and inputs.source.widths[-1] > longest:
+        notes.append(
+            f"rows have up to {inputs.source.widths[-1]:,} tokens, the model was made for "
+            f"{longest:,} (max_position_embeddings)"
+        )
+    if args.eval_steps is not None and not args.validation_file:
+        notes.append("eval_steps without validation_file: nothing is evaluated")
+    if args.warmup_steps >= inputs.num_steps:
+        notes.append(
+            f"warmup_steps is {args.warmup_steps} of {inputs.num_steps} steps: the peak learning "
+            "rate is never reached"
+        )
+    return notes
+
+
+def epochs_note(inputs: RunInputs, args: TrainArguments) -> str:
+    """One line on steps and epochs."""
+    source, done = inputs.source, inputs.first_step
+    epochs = source.epochs_after(max(0, inputs.num_steps - done))
+    repeated = " (the data repeats, reshuffled)" if math.ceil(epochs) > 1 and args.max_steps else ""
+    rows, so_far = source.rows_per_step, ""
+    if done:
+        so_far = f"; {done} steps, {source.epochs_after():.2f} epochs are done"
+    return f"{inputs.num_steps} steps of {rows} rows, {epochs:.2f} epochs{repeated}{so_far}"
+
+
+def _all_json(files: list[str]) -> bool:
+    return all(path.endswith((".json", ".jsonl", ".parquet")) for path in files)

@@ -1,0 +1,189 @@
+"""Going on with a run: how much of it is left, what has changed, and by which plan.
+
+A run's length is a position in its data, not a number of steps counted anew: with other rows per
+step, as many steps are left as the remaining rows fill. A plan decides the last bits of results, so
+the recorded one is taken again unless something that decides plans has been changed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from slidedp_jax.checkpoint.record import check_configuration, read_record
+from slidedp_jax.errors import UserError
+from slidedp_jax.planner.strategy import Strategy
+from slidedp_jax.process import current_setup
+from slidedp_jax.run.arguments import TrainArguments
+from slidedp_jax.run.checks import RunInputs
+from slidedp_jax.run.learning_rate import learning_rate
+from slidedp_jax.run.record import IN_CHECKPOINT
+
+DECIDE_PLANS = (
+    "device_memory_budget",
+    "host_memory_budget",
+    "keep_activations",
+    "resident_state",
+    "layers_per_chunk",
+    "rows_per_microbatch",
+    "loss_chunk_tokens",
+    "weight_route",
+    "gradient_route",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "on_nonfinite",
+    "max_loss",
+)
+"""Settings that may change on resume and decide the plan; devices are compared as they are."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Resumption:
+    """A checkpoint to go on from.
+
+    Attributes:
+      checkpoint: its folder.
+      record: its `trainer.json`.
+    """
+
+    checkpoint: pathlib.Path
+    record: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return int(self.record["step"])
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """What the run has saved beside the state."""
+        return dict(self.record["extra"])
+
+    def continued(self, inputs: RunInputs, args: TrainArguments) -> RunInputs:
+        """The inputs at the checkpoint's place in the data, with the steps that are then left.
+
+        Raises:
+          UserError: the data, its order or the model's configuration are others.
+        """
+        check_configuration(self.checkpoint, self.record, dataclasses.asdict(inputs.config))
+        inputs.source.restore(self.extra.get("data", {}))
+        left = inputs.source.steps_until(args.num_train_epochs)
+        return dataclasses.replace(
+            inputs, num_steps=args.max_steps or self.step + left, first_step=self.step
+        )
+
+    def notes(self, args: TrainArguments, inputs: RunInputs) -> list[str]:
+        """What differs from the run that saved the checkpoint, and matters."""
+        notes, before = [], self.extra
+        rows, now = before.get("rows_per_step"), inputs.source.rows_per_step
+        if rows not in (None, now):
+            notes.append(
+                f"steps have {now} rows now, {rows} before: devices, batch size or accumulation "
+                "have changed"
+            )
+        updates = self.step - before.get("skipped_steps", 0)
+        rates = [
+            float(learning_rate(args, steps)(updates))
+            for steps in (before.get("num_steps", inputs.num_steps), inputs.num_steps)
+        ]
+        if rates[0] != rates[1]:
+            notes.append(
+                f"the learning rate jumps here from {rates[0]:.4g} to {rates[1]:.4g}: the run has "
+                f"{inputs.num_steps} steps now, {before['num_steps']} before"
+            )
+        return notes + _compiler_notes(before.get(IN_CHECKPOINT, {}))
+
+
+def resumption(checkpoint: pathlib.Path | None) -> Resumption | None:
+    """What a checkpoint says of the run so far; None without one.
+
+    Raises:
+      UserError: it is damaged.
+    """
+    if checkpoint is None:
+        return None
+    return Resumption(checkpoint=checkpoint, record=read_record(checkpoint))
+
+
+def planned_for() -> dict[str, Any]:
+    """The devices of this process, as far as they decide a plan."""
+    setup = current_setup()
+    devices, _ = setup.devices()
+    return {
+        "device_kind": devices[0].device_kind,
+        "num_devices": len(devices),
+        "num_host_devices": setup.num_host_devices,
+    }
+
+
+def recorded_strategy(
+    previous: Mapping[str, Any] | None, args: TrainArguments
+) -> tuple[Strategy | None, list[str]]:
+    """The strategy of the run so far, and notes; None where a plan has to be made.
+
+    Args:
+      previous: what `run_record.read_run` or a checkpoint holds of it.
+      args: settings of this run.
+    """
+    if args.plan_from is not None:
+        return _strategy_of_file(pathlib.Path(args.plan_from)), []
+    if previous is None or previous.get("strategy") is None or args.hardware is not None:
+        return None, []
+    changed = [
+        f"{name} was {previous['arguments'][name]!r}, now {getattr(args, name)!r}"
+        for name in DECIDE_PLANS
+        if name in previous["arguments"] and previous["arguments"][name] != getattr(args, name)
+    ]
+    changed += _other_devices(previous.get("planned_for"))
+    if changed:
+        return None, [f"planned anew, which may change the last bits: {'; '.join(changed)}"]
+    return Strategy(**previous["strategy"]), []
+
+
+def _strategy_of_file(path: pathlib.Path) -> Strategy:
+    """The strategy in another run's `run.json`.
+
+    Raises:
+      UserError: it has none, or one for other devices.
+    """
+    try:
+        record = json.loads(path.read_bytes().decode())
+        strategy = Strategy(**record["plan"]["chosen"]["strategy"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(
+            f"plan_from {path} holds no plan ({error}); give the run.json of a run"
+        ) from None
+    if changed := _other_devices(record.get("planned_for")):
+        raise UserError(f"plan_from {path} was made for other devices: {'; '.join(changed)}")
+    return strategy
+
+
+def _other_devices(before: Mapping[str, Any] | None) -> list[str]:
+    now = planned_for()
+    return [
+        f"{name} was {before[name]!r}, now {now[name]!r}"
+        for name in now
+        if before is not None and name in before and before[name] != now[name]
+    ]
+
+
+def xla_flags() -> list[str]:
+    """Flags of the compiler, which may decide the last bits."""
+    return sorted(os.environ.get("XLA_FLAGS", "").split())
+
+
+def _compiler_notes(before: Mapping[str, Any]) -> list[str]:
+    versions, flags = before.get("versions", {}), before.get("xla_flags")
+    changed = [
+        f"{name} {versions[name]} -> {now}"
+        for name in ("jax", "jaxlib", "optax")
+        if name in versions and versions[name] != (now := importlib.metadata.version(name))
+    ]
+    if flags is not None and flags != xla_flags():
+        changed.append(f"XLA_FLAGS {' '.join(flags)} -> {' '.join(xla_flags())}")
+    return [f"results may differ in the last bits: {', '.join(changed)}"] if changed else []

@@ -1,0 +1,133 @@
+"""State of a part that stays on the compute devices, each holding its share of the flat arrays.
+
+Used like `host_store.PartState`. What the host writes (loading, restoring) is gathered in host
+memory for one array at a time, and sent when all of it is there or when it is asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import threading
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from slidedp_jax.state.layout import FlatLayout, spans
+
+_ELEMENTS_AT_ONCE = 1 << 24
+"""Read at once: bounds what passes through page-locked memory."""
+
+
+class DevicePartState:
+    """Arrays of one part of a chunk: index 0 is `high`, 1 is `low`, the rest optimizer state.
+
+    Args:
+      layout: of the part.
+      arrays: [padded_size] each, zeros where no parameter is, sharded over the compute devices.
+    """
+
+    def __init__(self, layout: FlatLayout, arrays: Sequence[jax.Array]):
+        self.layout = layout
+        self.dtypes = [array.dtype for array in arrays]
+        self._arrays = list(arrays)
+        self._written: dict[int, _Written] = {}
+        self._changed = threading.Condition()
+
+    @property
+    def arrays(self) -> list[jax.Array]:
+        """The arrays, with all that has been written."""
+        with self._changed:
+            self._changed.wait_for(lambda: not any(w.writers for w in self._written.values()))
+            for index in list(self._written):
+                self._send(index)
+            return list(self._arrays)
+
+    def replace(self, arrays: Sequence[jax.Array]) -> None:
+        """Take the results of an update."""
+        assert not self._written, "written while an update was running"
+        self._arrays = list(arrays)
+
+    def write(self, index: int, offset: int, values: np.ndarray) -> None:
+        """Set a range of array `index`; several threads may write different ranges."""
+        if not len(values):
+            return
+        with self._changed:
+            if index not in self._written:
+                array = self._arrays[index]
+                self._written[index] = _Written(np.zeros(array.shape, array.dtype))
+            written = self._written[index]
+            written.writers += 1
+        done = 0
+        try:
+            written.values[offset : offset + len(values)] = values
+            done = len(values)
+        finally:
+            with self._changed:
+                written.writers -= 1
+                written.ranges[offset] = max(done, written.ranges.get(offset, 0))
+                whole = sum(written.ranges.values()) >= self.layout.num_parameters
+                if whole and not written.writers:
+                    self._send(index)
+                self._changed.notify_all()
+
+    def _send(self, index: int) -> None:
+        """Bring what was written into an array, and free it."""
+        written, old = self._written.pop(index), self._arrays[index]
+        values = written.values
+        if not written.covers(self.layout.num_parameters):
+            values = np.array(old)
+            for offset, size in written.ranges.items():
+                values[offset : offset + size] = written.values[offset : offset + size]
+        self._arrays[index] = jax.block_until_ready(jax.device_put(values, old.sharding))
+
+    def read(self, index: int, offset: int, size: int) -> np.ndarray:
+        """A fresh copy of a range of array `index`."""
+        array = self.arrays[index]
+        sharding = array.sharding
+        assert isinstance(sharding, NamedSharding)
+        share = len(array) // sharding.mesh.size
+        out = np.empty(size, array.dtype)
+        for piece, inner, outer in spans(offset, size, share):
+            own, into = array.addressable_data(piece), out[outer]
+            for start in range(0, len(into), _ELEMENTS_AT_ONCE):
+                some = into[start : start + _ELEMENTS_AT_ONCE]
+                some[:] = cut(own, inner.start + start, len(some), self.layout.block_size)
+        return out
+
+
+@dataclasses.dataclass
+class _Written:
+    """An array on its way to the devices: what was written where, and how many are writing."""
+
+    values: np.ndarray
+    ranges: dict[int, int] = dataclasses.field(default_factory=dict)
+    writers: int = 0
+
+    def covers(self, num_elements: int) -> bool:
+        """Whether the ranges are all that there is, each element in one of them."""
+        ordered = sorted(self.ranges.items())
+        disjoint = all(a + size <= b for (a, size), (b, _) in itertools.pairwise(ordered))
+        return disjoint and sum(self.ranges.values()) == num_elements
+
+
+def cut(array: jax.Array, start: int, size: int, block_size: int) -> jax.Array:
+    """Elements [start, start + size) of one device's share; compiled once per size, not per place.
+
+    Indices of programs are int32, so a place beyond 2^31 is given as a row of blocks and an offset.
+    """
+    rows = len(array) // block_size
+    count = min(rows, -(-size // block_size) + 1)
+    first = min(start // block_size, rows - count)
+    return _cut_rows(array, first, start - first * block_size, count, size, block_size)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4, 5))
+def _cut_rows(
+    array: jax.Array, first: int, offset: int, count: int, size: int, block_size: int
+) -> jax.Array:
+    rows = jax.lax.dynamic_slice(array.reshape(-1, block_size), (first, 0), (count, block_size))
+    return jax.lax.dynamic_slice(rows.reshape(-1), (offset,), (size,))

@@ -1,0 +1,157 @@
+"""The training state at the start of a run: made, filled with weights, with room for gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from slidedp_jax.errors import UserError
+from slidedp_jax.models.streamed import StreamedModel
+from slidedp_jax.planner.pinned_pool import pool_regions
+from slidedp_jax.planner.strategy import Strategy
+from slidedp_jax.state.host_store import HostStore
+from slidedp_jax.state.layout import ChunkLayout
+from slidedp_jax.state.pinned_memory import reserve_pinned
+
+
+class ToBeRestored:
+    """Starting weights that a checkpoint will bring: until then the trainer refuses to work."""
+
+
+TO_BE_RESTORED = ToBeRestored()
+
+Parameters = (
+    Mapping[str, np.ndarray] | Callable[[Callable[[str, np.ndarray], None]], Any] | ToBeRestored
+)
+"""Starting weights: by full name, a function that is handed `write(name, array)`, or
+`TO_BE_RESTORED`."""
+
+
+def make_state(
+    model: StreamedModel,
+    layouts: Sequence[ChunkLayout],
+    state_dtypes: Sequence[Sequence[Any]],
+    strategy: Strategy,
+    host_devices: Sequence[jax.Device],
+    device_sharding: NamedSharding,
+    *,
+    parameters: Parameters | None,
+    seed: int,
+    for_training: bool,
+) -> HostStore:
+    """The state with its weights; optimizer state is there but not initialised.
+
+    Args:
+      model: initial values where `parameters` is None.
+      layouts: chunks in forward order.
+      state_dtypes: for each kind of update, dtypes of the optimizer's flat state arrays.
+      strategy: dtype and gradient route.
+      host_devices: CPU devices over which the state is sharded.
+      device_sharding: over the compute devices.
+      parameters: starting weights; None for the model's initial values.
+      seed: of those.
+      for_training: make page-locked memory for gradients.
+
+    Raises:
+      UserError: `parameters` are not those of the model.
+    """
+    store = HostStore(
+        layouts,
+        host_devices,
+        state_dtypes,
+        device_sharding=device_sharding,
+        upload_low=strategy.compute_dtype == "float32",
+    )
+    devices = list(device_sharding.mesh.devices.flat)
+    regions = gradient_regions(layouts, strategy, len(devices)) if for_training else ()
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            # Page-locking is the driver's work and goes on beside the reading of the weights.
+            reserved = pool.submit(reserve_pinned, regions, devices[0])
+            _write(store, model, parameters, seed)
+            reserved.result()
+    except BaseException:
+        store.close()
+        raise
+    return store
+
+
+def gradient_regions(
+    layouts: Sequence[ChunkLayout], strategy: Strategy, num_devices: int
+) -> tuple[int, ...]:
+    """Page-locked regions that hold the gradients of one step, bytes each."""
+    by_host = strategy.gradient_route == "host_sum"
+    copies, share = (num_devices, 1) if by_host else (1, num_devices)
+    return pool_regions(
+        [
+            part.padded_size * strategy.gradient_bytes / share
+            for layout in reversed(layouts)
+            if not layout.resident
+            for part in layout.trained_parts
+            for _ in range(copies * share)
+        ]
+    )
+
+
+def check_host_devices(strategy: Strategy, num_host_devices: int, num_devices: int) -> None:
+    """Whether the process has the CPU devices that the strategy wants.
+
+    Raises:
+      UserError: too few, or no multiple of the compute devices.
+    """
+    count = strategy.num_host_devices
+    if count > num_host_devices or count % num_devices:
+        raise UserError(
+            f"the strategy shards the host state over {count} host devices; this process has "
+            f"{num_host_devices}, and the number must be a multiple of its {num_devices} compute "
+            "devices. Plan again, or pass num_host_devices to slidedp_jax.configure()"
+        )
+
+
+def _write(
+    store: HostStore, model: StreamedModel, parameters: Parameters | None, seed: int
+) -> None:
+    if parameters is None:
+        store.fill(lambda name, shape: model.initial_value(name, shape, seed))
+    elif isinstance(parameters, Mapping):
+        _check_names(store, parameters.keys())
+        for name, values in parameters.items():
+            store.write(name, np.asarray(values))
+    elif not isinstance(parameters, ToBeRestored):
+        written: set[str] = set()
+
+        def write(name: str, values: np.ndarray) -> None:
+            store.write(name, values)
+            written.add(name)
+
+        parameters(write)
+        _check_names(store, written)
+
+
+def check_parameters(parameters: object) -> None:
+    """Whether starting weights are of a kind that can be read, before anything is made.
+
+    Raises:
+      UserError: they are not.
+    """
+    kinds = Mapping | Callable | ToBeRestored | None
+    if not isinstance(parameters, kinds):
+        raise UserError(
+            f"parameters={parameters!r}; pass a mapping from full name to array, a function that "
+            "is handed write(name, array), or None for the model's own values"
+        )
+
+
+def _check_names(store: HostStore, names: Set[str]) -> None:
+    missing, unknown = store.shapes.keys() - names, names - store.shapes.keys()
+    if missing or unknown:
+        raise UserError(
+            f"the starting weights lack {len(missing)} parameters (such as "
+            f"{min(missing, default='none')}) and have {len(unknown)} that the model does not "
+            f"have (such as {min(unknown, default='none')})"
+        )

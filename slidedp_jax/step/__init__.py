@@ -1,0 +1,11 @@
+"""One pass over the model, and what goes in and comes out.
+
+| file | |
+|---|---|
+| `pipeline.py` | the order of one step: what is issued when, what is waited for |
+| `programs.py` | forward, backward, head and generation as programs of the compute devices |
+| `layer_functions.py` | what those are made of: layers in turn, frozen leaves, sums |
+| `kept_programs.py` | chunks that are not recomputed |
+| `batch.py` | a batch of rows to device arrays |
+| `metrics.py` | what a step reports |
+"""

@@ -1,0 +1,60 @@
+"""What a step reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+import jax
+import numpy as np
+
+from slidedp_jax.update.update_thread import StepUpdate
+
+
+class StepMetrics:
+    """Figures of one step, fetched from the devices when they are read.
+
+    A step returns before its loss and norm are known, so that the next one can begin; reading a
+    figure waits for it.
+
+    Attributes:
+      step: number of the step, from 1.
+      num_tokens: tokens of the step without padding.
+      num_supervised_tokens: tokens that count in the loss.
+    """
+
+    def __init__(
+        self,
+        *,
+        step: int,
+        losses: Sequence[jax.Array],
+        num_supervised: int,
+        num_tokens: int,
+        update: Callable[[], StepUpdate],
+    ):
+        self.step = step
+        self.num_tokens = num_tokens
+        self.num_supervised_tokens = num_supervised
+        self._losses = losses
+        self._update = update
+
+    @cached_property
+    def loss(self) -> float:
+        """Mean loss of the supervised tokens, before the step's update."""
+        return mean_loss(self._losses, self.num_supervised_tokens)
+
+    @property
+    def grad_norm(self) -> float:
+        """Global norm of the gradients before clipping."""
+        return self._update().grad_norm
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the step was skipped for a non-finite norm or a loss above the limit."""
+        return self._update().skipped
+
+
+def mean_loss(losses: Sequence[jax.Array], num_supervised: int) -> float:
+    """Sum of the devices' and microbatches' losses, in float64 and their order, per token."""
+    total = sum(float(np.sum(np.asarray(part, np.float64))) for part in losses)
+    return total / num_supervised

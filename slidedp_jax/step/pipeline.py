@@ -1,0 +1,396 @@
+"""One step's schedule: what is issued when, and what is waited for.
+
+The order decides what overlaps. On a GPU a copy waits for all compute dispatched before it and runs
+beside compute dispatched after it. So per chunk: start the copy of the next chunk, *then* dispatch
+the compute of this one, *then* block until the previous one is done, which bounds how many chunks
+are on the device. All microbatches pass through a chunk while it is there.
+
+Chunks in forward order: 0 is the embedding, then the layer chunks, the last is the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from slidedp_jax.models.streamed import Cache, CachedFn
+from slidedp_jax.state.layout import ChunkLayout
+from slidedp_jax.step.layer_functions import LayerFns
+from slidedp_jax.step.programs import ComputePrograms
+from slidedp_jax.tracer import Tracer
+from slidedp_jax.transfer.weight_window import WeightSource
+
+DeviceBatch = Mapping[str, jax.Array]
+Unsent = tuple[int, Any]
+"""A chunk and its accumulated gradients, which are still to be packed and sent."""
+
+GradientSink = Callable[[int, Sequence[jax.Array]], None]
+"""Takes a chunk and its gradient as the devices send it (`routes.GradientPath.to_wire`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOutputs:
+    """What a step leaves on the devices.
+
+    Attributes:
+      losses: per microbatch, each device's sum of token losses, float32 [G].
+      squares: per trained chunk in forward order, sums of squares of the gradient shards, float32
+        [G].
+    """
+
+    losses: list[jax.Array]
+    squares: list[jax.Array]
+
+
+class Pipeline:
+    """Schedules forward and backward over chunks.
+
+    Args:
+      layouts: chunks in forward order.
+      layer_fns: per layer chunk, the functions of its layers.
+      tied: whether the head reads the embedding's weights.
+      programs: compiled programs.
+      prefetch_depth: chunks fetched ahead of the one in use.
+      kept_chunks: top layer chunks whose weights and intermediate results stay on the device
+        between forward and backward.
+      sums_beside: gradients are summed over the devices while the chunk below computes.
+      tracer: takes note of what is issued.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[ChunkLayout],
+        layer_fns: Sequence[LayerFns],
+        *,
+        tied: bool,
+        programs: ComputePrograms,
+        prefetch_depth: int,
+        kept_chunks: int = 0,
+        sums_beside: bool = False,
+        tracer: Tracer,
+    ):
+        self._layouts = layouts
+        self._layer_fns = layer_fns
+        self._tied = tied
+        self._programs = programs
+        self._depth = prefetch_depth
+        self._sums_beside = sums_beside
+        self._tracer = tracer
+        self._head = len(layouts) - 1
+        self._lowest = next(i for i, layout in enumerate(layouts) if layout.trained_parts)
+        self._last_layers = max(1, self._lowest)
+        self._kept = range(max(self._last_layers, self._head - kept_chunks), self._head)
+        self._embed_reads_values: bool | None = None
+        self._layer_indices: dict[int, jax.Array] = {}
+
+    def step(
+        self,
+        weights: WeightSource,
+        microbatches: Sequence[DeviceBatch],
+        scale: jax.Array,
+        sink: GradientSink,
+    ) -> StepOutputs:
+        """Forward and backward over all microbatches.
+
+        Args:
+          weights: where chunks come from.
+          microbatches: arrays on the devices, rows sharded.
+          scale: 1 / supervised tokens of the step, float32 scalar on every device.
+          sink: takes each chunk's gradient as soon as its computation is issued, and starts its
+            copy to the host.
+        """
+        boundaries, embed, last_trees, held = self._forward(
+            weights, microbatches, keep_from=self._lowest
+        )
+        squares: list[jax.Array | None] = [None] * len(self._layouts)
+        losses, dxs, sums = self._head_pass(weights, embed, boundaries.pop(), microbatches, scale)
+        if self._tied:
+            weights.release(0)
+        del embed
+        head_sums, embed_sums = sums
+        pending, unsent = self._send_or_keep(self._head, (head_sums,), squares, sink)
+        del head_sums, sums
+        above = self._head
+        for chunk in range(self._head - 1, self._last_layers - 1, -1):
+            trees, residuals = held.pop(chunk, (last_trees, None))
+            if trees is None:
+                trees = weights.take(chunk)
+            last_trees = None
+            self._prefetch(weights, self._fetched_below(chunk))
+            dxs, chunk_sums, packed = self._chunk_backward(
+                chunk, trees, boundaries.pop(), residuals, dxs, microbatches, unsent
+            )
+            del trees, residuals
+            end = None
+            if unsent is not None:
+                end = self._sent(unsent[0], packed, squares, sink)
+            last_end, unsent = self._send_or_keep(chunk, chunk_sums, squares, sink)
+            end = end if last_end is None else last_end
+            del chunk_sums, packed
+            # Back-pressure: the chunk above is done, so its weights and gradients are free.
+            jax.block_until_ready(losses if pending is None else pending)
+            self._release_after_backward(weights, above)
+            pending, above = end, chunk
+            if end is None:
+                # Nothing but dxs marks the end of this chunk, and the next program takes those.
+                jax.block_until_ready(dxs)
+        if self._lowest == 0:
+            embed_sums = self._embed_pass(weights, dxs, microbatches, embed_sums)
+        jax.block_until_ready(losses if pending is None else pending)
+        self._release_after_backward(weights, above)
+        if self._lowest == 0:
+            self._send_or_keep(0, (embed_sums,), squares, sink)
+        return StepOutputs(losses=losses, squares=[part for part in squares if part is not None])
+
+    def losses(self, weights: WeightSource, microbatches: Sequence[DeviceBatch]) -> list[jax.Array]:
+        """Forward only: per microbatch, each device's sum of token losses, float32 [G]."""
+        boundaries, embed, *_ = self._forward(weights, microbatches, keep_from=self._head)
+        head = weights.take(self._head)[0]
+        losses = [
+            self._programs.loss(head, embed, x, batch)
+            for x, batch in zip(boundaries.pop(), microbatches, strict=True)
+        ]
+        jax.block_until_ready(losses)
+        weights.release(self._head)
+        if self._tied:
+            weights.release(0)
+        return losses
+
+    def next_logits(
+        self,
+        weights: WeightSource,
+        layer_fns: Sequence[CachedFn],
+        batch: DeviceBatch,
+        last: jax.Array,
+        caches: list[Cache],
+    ) -> jax.Array:
+        """One pass over rows that keep keys and values.
+
+        Args:
+          weights: where chunks come from.
+          layer_fns: per layer, the prefill or the decode function of `models.streamed.CachedForm`.
+          batch: arrays on the devices, rows sharded.
+          last: index in `batch` of each row's last token, int32 [B].
+          caches: per layer; each is donated and replaced by what the pass leaves.
+
+        Returns:
+          Logits of the token after the last one, float32 [B, V].
+        """
+        embed = weights.take(0)[0]
+        self._prefetch(weights, range(1, self._head + 1))
+        x = self._programs.embed(embed, batch)
+        if not self._tied:
+            embed = None
+        stop = 0
+        for chunk in range(1, self._head):
+            trees = weights.take(chunk)
+            self._prefetch(weights, range(chunk + 1, self._head + 1))
+            start, stop = stop, stop + len(self._layer_fns[chunk - 1])
+            program = self._programs.cached_forward(tuple(layer_fns[start:stop]))
+            previous = x
+            with self._tracer.span("compute", f"generate {self._layouts[chunk].name}"):
+                x, caches[start:stop] = program(trees, x, batch, tuple(caches[start:stop]))
+            jax.block_until_ready(previous)
+            if chunk > 1 or not self._tied:
+                weights.release(chunk - 1)
+            self._prefetch(weights, range(chunk + 1, self._head + 1))
+        logits = self._programs.logits_at(weights.take(self._head)[0], embed, x, last)
+        jax.block_until_ready(logits)
+        for chunk in (self._head - 1, self._head, *([0] if self._tied else [])):
+            weights.release(chunk)
+        return logits
+
+    def _forward(
+        self, weights: WeightSource, microbatches: Sequence[DeviceBatch], *, keep_from: int
+    ) -> tuple[list[list[jax.Array]], Any, Any, dict[int, tuple[Any, list[Any]]]]:
+        """What backward needs of forward.
+
+        Returns:
+          Inputs of the chunks from `keep_from` on; embedding weights if tied; the last layer
+          chunk's trees if its inputs are kept; trees and residuals of the kept chunks, likewise.
+        """
+        held: dict[int, tuple[Any, list[Any]]] = {}
+        embed = weights.take(0)[0]
+        self._prefetch(weights, range(1, self._head + 1))
+        with self._tracer.span("compute", "embed"):
+            xs = [self._programs.embed(embed, batch) for batch in microbatches]
+        if not self._tied:
+            embed = None
+        boundaries = [xs] if keep_from <= 1 else []
+        trees = None
+        for chunk in range(1, self._head):
+            del trees
+            trees = weights.take(chunk)
+            self._prefetch(weights, range(chunk + 1, self._head + 1))
+            previous = xs
+            with self._tracer.span("compute", f"forward {self._layouts[chunk].name}"):
+                xs, residuals = self._chunk_forward(
+                    chunk, trees, previous, microbatches, keep=keep_from < self._head
+                )
+            if residuals is not None:
+                held[chunk] = trees, residuals
+            if keep_from <= chunk + 1:
+                boundaries.append(xs)
+            jax.block_until_ready(previous)
+            if chunk > 1 or not self._tied:
+                weights.release(chunk - 1)
+            # An update may have been committed meanwhile; its copy can still run beside this chunk.
+            self._prefetch(weights, range(chunk + 1, self._head + 1))
+        if keep_from == self._head:
+            jax.block_until_ready(xs)
+            weights.release(self._head - 1)
+            trees = None
+        return boundaries, embed, trees, held
+
+    def _chunk_forward(
+        self,
+        chunk: int,
+        trees: Any,
+        xs: list[jax.Array],
+        microbatches: Sequence[DeviceBatch],
+        *,
+        keep: bool,
+    ) -> tuple[list[jax.Array], list[Any] | None]:
+        """Outputs per microbatch and, of a kept chunk, residuals per microbatch."""
+        if not keep or chunk not in self._kept:
+            forward = self._programs.forward(self._layer_fns[chunk - 1])
+        else:
+            forward = self._programs.kept(*self._backward_key(chunk, len(microbatches))).forward
+        outputs = [
+            forward(trees, x, self._of_chunk(chunk, batch))
+            for x, batch in zip(xs, microbatches, strict=True)
+        ]
+        if not keep or chunk not in self._kept:
+            return outputs, None
+        return [x for x, _ in outputs], [residual for _, residual in outputs]
+
+    def _backward_key(self, chunk: int, num_microbatches: int) -> tuple[Any, ...]:
+        """What tells one chunk's backward program from another's."""
+        trained, needs_dx = self._layouts[chunk].trained, chunk > self._lowest
+        return self._layer_fns[chunk - 1], num_microbatches > 1, trained, needs_dx
+
+    def _fetched_below(self, chunk: int) -> list[int]:
+        """Layer chunks below `chunk` that backward fetches, in its order."""
+        below = range(chunk - 1, self._last_layers - 1, -1)
+        return [other for other in below if other not in self._kept]
+
+    def _release_after_backward(self, weights: WeightSource, chunk: int) -> None:
+        """Forward has released the kept chunks below the last layer chunk already."""
+        if chunk not in self._kept or chunk == self._head - 1:
+            weights.release(chunk)
+
+    def _head_pass(
+        self,
+        weights: WeightSource,
+        embed: Any,
+        xs: list[jax.Array],
+        microbatches: Sequence[DeviceBatch],
+        scale: jax.Array,
+    ) -> tuple[list[jax.Array], list[jax.Array], Any]:
+        """Losses, gradients by the head's inputs, and sums of (head, embed) gradients."""
+        head = weights.take(self._head)[0]
+        self._prefetch(weights, self._fetched_below(self._head - 1))
+        program = self._programs.head_backward(len(microbatches) > 1, self._lowest < self._head)
+        losses, dxs, sums = [], [], None
+        with self._tracer.span("compute", "head and loss"):
+            for x, batch in zip(xs, microbatches, strict=True):
+                loss, dx, sums = program(head, embed, x, batch, scale, sums)
+                losses.append(loss)
+                dxs.append(dx)
+        jax.block_until_ready(xs)
+        return losses, dxs, sums
+
+    def _chunk_backward(
+        self,
+        chunk: int,
+        trees: Any,
+        xs: list[jax.Array],
+        residuals: list[Any] | None,
+        dxs: list[jax.Array],
+        microbatches: Sequence[DeviceBatch],
+        unsent: Unsent | None,
+    ) -> tuple[list[jax.Array], Any, Any]:
+        """Gradients by the chunk's inputs, of its weights, and what packing `unsent` gave.
+
+        The last microbatch's program does the latter, so that the devices exchange another chunk's
+        gradients while they compute, and what it gives marks the end of all.
+        """
+        key = self._backward_key(chunk, len(microbatches))
+        out, sums, packed = [], None, None
+        with self._tracer.span("compute", f"backward {self._layouts[chunk].name}"):
+            for number, (x, dx, batch) in enumerate(zip(xs, dxs, microbatches, strict=True), 1):
+                kept = () if residuals is None else (residuals.pop(0),)
+                arguments = trees, x, *kept, dx, self._of_chunk(chunk, batch), sums
+                if unsent is None or number < len(microbatches):
+                    program = self._programs.backward(key, kept=bool(kept))
+                    below, sums = program(*arguments)
+                else:
+                    above = self._layouts[unsent[0]]
+                    program = self._programs.backward(key, kept=bool(kept), above=above)
+                    packed, (below, sums) = program(unsent[1], *arguments)
+                out.append(below)
+        return out, sums, packed
+
+    def _of_chunk(self, chunk: int, batch: DeviceBatch) -> DeviceBatch:
+        """The batch with the index of the chunk's first layer, where random numbers are drawn."""
+        if "row_seeds" not in batch:
+            return batch
+        if chunk not in self._layer_indices:
+            first = sum(len(fns) for fns in self._layer_fns[: chunk - 1])
+            self._layer_indices[chunk] = self._programs.layer_index(first)
+        return {**batch, "layer_index": self._layer_indices[chunk]}
+
+    def _embed_pass(
+        self,
+        weights: WeightSource,
+        dxs: list[jax.Array],
+        microbatches: Sequence[DeviceBatch],
+        sums: Any,
+    ) -> Any:
+        """Gradients of the embedding, its weights fetched again only if they are needed."""
+        if self._embed_reads_values is None:
+            self._embed_reads_values = self._programs.embed_backward_reads_values(
+                microbatches[0], dxs[0]
+            )
+        embed = weights.take(0)[0] if self._embed_reads_values else None
+        with self._tracer.span("compute", "backward embed"):
+            for dx, batch in zip(dxs, microbatches, strict=True):
+                sums = self._programs.embed_backward(embed, batch, dx, sums)
+        if self._embed_reads_values:
+            jax.block_until_ready(sums)
+            weights.release(0)
+        return sums
+
+    def _send_or_keep(
+        self, chunk: int, sums: Any, squares: list[jax.Array | None], sink: GradientSink
+    ) -> tuple[jax.Array | None, Unsent | None]:
+        """Pack and send a chunk's gradients, or leave that to the next chunk's program.
+
+        Returns:
+          What marks the end of packing, and what is left to do; of a frozen chunk, None and None.
+        """
+        layout = self._layouts[chunk]
+        if not layout.trained_parts:
+            return None, None
+        if self._sums_beside and chunk > self._last_layers:
+            return None, (chunk, sums)
+        return self._sent(chunk, self._programs.wire.pack(layout, sums), squares, sink), None
+
+    def _sent(
+        self, chunk: int, packed: Any, squares: list[jax.Array | None], sink: GradientSink
+    ) -> jax.Array:
+        """Start the copy of packed gradients to the host; returns what marks their end."""
+        wires, end = packed
+        squares[chunk] = end
+        with self._tracer.span("d2h", f"download {self._layouts[chunk].name}"):
+            sink(chunk, wires)
+        return end
+
+    def _prefetch(self, weights: WeightSource, order: Sequence[int]) -> None:
+        """Start the next copies, as deep as allowed; stop at the first that would have to wait."""
+        for chunk in order[: self._depth]:
+            if not weights.prefetch(chunk):
+                return

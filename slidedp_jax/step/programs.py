@@ -1,0 +1,232 @@
+"""The model's passes as programs of the compute devices: forward, backward, head, generation.
+
+Everything runs in `shard_map` over the data axis: weights are the same on every device, rows are
+split. A program is compiled once per distinct structure of a chunk, whatever the depth.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters.partial_eval import dce_jaxpr
+from jax.sharding import NamedSharding
+
+from slidedp_jax.models.streamed import Cache, CachedFn, StreamedModel
+from slidedp_jax.state.layout import ChunkLayout, Trained
+from slidedp_jax.step.kept_programs import Body, KeptPrograms
+from slidedp_jax.step.layer_functions import LayerFns, accumulate, apply_layers, choose, merge
+from slidedp_jax.transfer.device_map import ROWS, SAME, DeviceMap
+from slidedp_jax.transfer.wire_programs import WirePrograms
+
+
+class ComputePrograms:
+    """Compiled programs of one model on one mesh.
+
+    Args:
+      model: the decoder.
+      on_devices: compiles for the compute devices, in the dtype of weights and activations.
+      wire: programs that unpack weights and pack gradients.
+      embed_trained: which leaves of the embedding are trained; None: all.
+      head_trained: which leaves of the head are trained; None: all.
+    """
+
+    def __init__(
+        self,
+        model: StreamedModel,
+        on_devices: DeviceMap,
+        wire: WirePrograms,
+        *,
+        embed_trained: Trained | None = None,
+        head_trained: Trained | None = None,
+    ):
+        self._embed_trained = embed_trained
+        self._head_trained = head_trained
+        self._model = model
+        self._on_devices = on_devices
+        self.wire = wire
+        self.compute_dtype = on_devices.compute_dtype
+        # Caches of this object, not of its class, which would keep every program for ever.
+        self.forward = functools.cache(self._make_forward)
+        self.cached_forward = functools.cache(self._make_cached_forward)
+        self.kept = functools.cache(functools.partial(KeptPrograms, self._on_devices))
+        self._backward_bodies = functools.cache(self._make_backward_body)
+        self._backward: dict[Any, Callable[..., Any]] = {}
+        self.head_backward = functools.cache(self._make_head_backward)
+        self.embed = self._on_devices(model.embed_fn, (SAME, ROWS), ROWS)
+        self.logits = self._on_devices(model.head_logits_fn, (SAME, SAME, ROWS), ROWS)
+        self.logits_at = self._on_devices(self._logits_at, (SAME, SAME, ROWS, ROWS), ROWS)
+        self.loss = self._on_devices(self._loss, (SAME, SAME, ROWS, ROWS), ROWS)
+        self.embed_backward = self._on_devices(
+            self._embed_backward, (SAME, ROWS, ROWS, ROWS), ROWS, donate=(3,)
+        )
+
+    def layer_index(self, index: int) -> jax.Array:
+        """A layer's index on every device, int32 [G], as the batches carry it."""
+        mesh = self._on_devices.mesh
+        return jax.device_put(np.full(mesh.size, index, np.int32), NamedSharding(mesh, ROWS))
+
+    def backward(
+        self, key: tuple[Any, ...], *, kept: bool, above: ChunkLayout | None = None
+    ) -> Callable[..., Any]:
+        """Backward of a chunk.
+
+        Args:
+          key: layer functions, whether gradients are summed in fp32 (several microbatches), which
+            leaves are trained (None: all), whether a chunk below needs the gradient of x.
+          kept: whether forward has kept what it would recompute.
+          above: another chunk, whose accumulated gradients are summed over the devices meanwhile.
+
+        Returns:
+          The program (trees, x before the chunk, [kept results,] dy, batch, sums or None) ->
+          (dx, sums), where sums are trees of [G, ...], each device's own gradients; with `above`,
+          (its gradients, the same arguments) -> (as `WirePrograms.pack` does, (dx, sums)).
+        """
+        name = key, kept, None if above is None else above.structure
+        if name not in self._backward:
+            body = self.kept(*key).backward if kept else self._backward_bodies(*key)
+            if above is None:
+                program = self._on_devices(
+                    body.function, body.inputs, (ROWS, ROWS), donate=body.donate
+                )
+            else:
+                pack = functools.partial(self.wire.packed, above)
+
+                def both(gradients: Any, *arguments: Any) -> Any:
+                    return pack(gradients), body.function(*arguments)
+
+                program = self._on_devices(
+                    both,
+                    (ROWS, *body.inputs),
+                    ((ROWS, ROWS), (ROWS, ROWS)),
+                    donate=[1 + number for number in body.donate],
+                )
+            self._backward[name] = program
+        return self._backward[name]
+
+    def _make_forward(self, layer_fns: LayerFns) -> Callable[..., jax.Array]:
+        """(trees per layer, x, batch) -> x after the chunk's layers."""
+
+        def body(trees: Any, x: jax.Array, batch: Any) -> jax.Array:
+            return apply_layers(layer_fns, trees, x, batch)
+
+        return self._on_devices(body, (SAME, ROWS, ROWS), ROWS)
+
+    def _make_cached_forward(self, layer_fns: tuple[CachedFn, ...]) -> Callable[..., Any]:
+        """(trees per layer, x, batch, caches per layer) -> (x, caches); the caches are donated."""
+
+        def body(trees: Any, x: jax.Array, batch: Any, caches: tuple[Cache, ...]) -> Any:
+            kept = []
+            for layer_fn, params, cache in zip(layer_fns, trees, caches, strict=True):
+                x, cache = layer_fn(params, x, batch, cache)
+                kept.append(cache)
+            return x, tuple(kept)
+
+        return self._on_devices(body, (SAME, ROWS, ROWS, ROWS), (ROWS, ROWS), donate=(3,))
+
+    def _make_backward_body(
+        self,
+        layer_fns: LayerFns,
+        widen: bool,
+        trained: Trained | None = None,
+        needs_dx: bool = True,
+    ) -> Body:
+        """(trees, x before the chunk, dy, batch, sums or None) -> (dx, sums of gradients).
+
+        Recomputes the chunk. Sums are in fp32 with `widen`, else in the compute dtype. Frozen
+        leaves have none; without `needs_dx`, dx is None.
+        """
+
+        def body(trees: Any, x: jax.Array, dy: jax.Array, batch: Any, sums: Any) -> Any:
+            chosen, frozen = choose(trees, trained)
+
+            def forward(chosen: Any, x: jax.Array) -> jax.Array:
+                return apply_layers(layer_fns, merge(chosen, frozen), x, batch)
+
+            if needs_dx:
+                gradients, dx = jax.vjp(forward, chosen, x)[1](dy)
+            else:
+                (gradients,), dx = jax.vjp(lambda t: forward(t, x), chosen)[1](dy), None
+            return dx, accumulate(sums, gradients, widen)
+
+        return Body(
+            function=body,
+            inputs=(SAME, ROWS, ROWS, ROWS, ROWS),
+            donate=(2, 4) if needs_dx else (4,),
+        )
+
+    def _make_head_backward(self, widen: bool, needs_dx: bool = True) -> Callable[..., Any]:
+        """(head, embed or None, x, batch, scale, sums or None) -> (loss sums [G], dx, sums).
+
+        `scale` is 1 / supervised tokens of the step, `sums` of (head, embed) gradients; those of a
+        tied embedding are always fp32, since the lookup's are added to them. Frozen leaves have no
+        gradients; without `needs_dx`, dx is None.
+        """
+
+        def body(
+            head: Any, embed: Any, x: jax.Array, batch: Any, scale: jax.Array, sums: Any
+        ) -> Any:
+            (head,), (frozen_head,) = choose((head,), self._head_trained)
+            frozen_embed = None
+            if embed is not None:
+                (embed,), (frozen_embed,) = choose((embed,), self._embed_trained)
+
+            def loss(head: Any, embed: Any, x: jax.Array) -> jax.Array:
+                return self._model.head_loss_fn(
+                    merge(head, frozen_head), merge(embed, frozen_embed), x, batch
+                )
+
+            if needs_dx:
+                value, pullback = jax.vjp(loss, head, embed, x)
+                head_gradients, embed_gradients, dx = pullback(scale.astype(value.dtype))
+            else:
+                value, pullback = jax.vjp(lambda h, e: loss(h, e, x), head, embed)
+                (head_gradients, embed_gradients), dx = pullback(scale.astype(value.dtype)), None
+            head_sums, embed_sums = sums if sums is not None else (None, None)
+            total = (
+                accumulate(head_sums, head_gradients, widen),
+                accumulate(embed_sums, embed_gradients, True),
+            )
+            return value[None], dx, total
+
+        return self._on_devices(
+            body, (SAME, SAME, ROWS, ROWS, SAME, ROWS), (ROWS, ROWS, ROWS), donate=(5,)
+        )
+
+    def embed_backward_reads_values(self, batch: Any, dx: jax.Array) -> bool:
+        """Whether the embedding's gradient depends on its parameters; a lookup's does not."""
+        embed = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, self.compute_dtype),
+            self._model.embed.shapes,
+        )
+        closed = jax.make_jaxpr(self._embed_gradients)(embed, batch, dx)
+        _, used = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
+        return any(used[: len(jax.tree.leaves(embed))])
+
+    def _loss(self, head: Any, embed: Any, x: jax.Array, batch: Any) -> jax.Array:
+        return self._model.head_loss_fn(head, embed, x, batch)[None]
+
+    def _logits_at(self, head: Any, embed: Any, x: jax.Array, index: jax.Array) -> jax.Array:
+        """Logits [B, V] of one token of each row, `index` int32 [B]."""
+        chosen = jnp.take_along_axis(x, index[:, None, None], axis=1)
+        return self._model.head_logits_fn(head, embed, chosen)[:, 0]
+
+    def _embed_backward(self, embed: Any, batch: Any, dx: jax.Array, sums: Any) -> Any:
+        """Gradients of the embedding in fp32, added to `sums` (for a tied model, the head's)."""
+        if embed is None:
+            embed = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), self._model.embed.shapes)
+        return accumulate(sums, self._embed_gradients(embed, batch, dx), True)
+
+    def _embed_gradients(self, embed: Any, batch: Any, dx: jax.Array) -> Any:
+        """Rows that occur often add up in fp32: the lookup is differentiated at fp32 weights."""
+        wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), embed)
+        (chosen,), (frozen,) = choose((wide,), self._embed_trained)
+
+        def lookup(chosen: Any) -> jax.Array:
+            return self._model.embed_fn(merge(chosen, frozen), batch).astype(dx.dtype)
+
+        return jax.vjp(lookup, chosen)[1](dx)[0]

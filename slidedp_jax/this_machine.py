@@ -1,0 +1,139 @@
+"""From this process's devices and memory to a plan: the bridge between planner and trainer."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import jax
+
+from slidedp_jax.errors import UserError
+from slidedp_jax.models.config import ModelConfig
+from slidedp_jax.planner.candidates import Choices
+from slidedp_jax.planner.errors import PlanError
+from slidedp_jax.planner.hardware import PRESETS, ComputeDtype, HardwareProfile
+from slidedp_jax.planner.host_memory import available_host_memory
+from slidedp_jax.planner.memory import ADAMW_STATE_BYTES
+from slidedp_jax.planner.search import Plan, plan
+from slidedp_jax.planner.strategy import Strategy, UpdatePolicy
+from slidedp_jax.planner.workload import BatchShape, Workload
+from slidedp_jax.process import current_setup
+
+_PRESET_OF_KIND = {"H200": "h200", "H100": "h100", "A100": "a100-80g", "4090": "rtx4090"}
+
+
+def this_machine(*, stated_host_bytes: float | None = None) -> HardwareProfile:
+    """Profile of the configured devices: rates of the nearest preset, memory and cores as found.
+
+    Args:
+      stated_host_bytes: host memory that can be had even where the kernel reports less (virtual
+        machines that grow as they are used); limits of control groups hold in any case.
+    """
+    devices, _ = current_setup().devices()
+    kind = devices[0].device_kind
+    names = [name for part, name in _PRESET_OF_KIND.items() if part in kind]
+    name = "cpu" if devices[0].platform == "cpu" else (names[0] if names else "h100")
+    memory = available_host_memory(stated_bytes=stated_host_bytes)
+    profile = replace(
+        PRESETS[name].with_devices(len(devices)),
+        name=kind,
+        num_host_cores=len(os.sched_getaffinity(0)),
+        host_memory_bytes=memory.available_bytes,
+        provenance=f"{_origin_of_rates(name, names)}; memory as found ({memory.describe()})",
+    )
+    if profile.unified_memory:
+        return replace(profile, device_memory_bytes=memory.available_bytes)
+    limits = [_bytes_limit(device) for device in devices]
+    return replace(profile, device_memory_bytes=min(limits) + profile.device_reserve_bytes)
+
+
+def _origin_of_rates(preset: str, matching: list[str]) -> str:
+    """One line; it begins with `measured` where they are."""
+    if preset in matching:
+        return f"{PRESETS[preset].provenance} (preset {preset})"
+    return f"rates of preset {preset}, the nearest there is; not measured"
+
+
+def _bytes_limit(device: jax.Device) -> int:
+    """Memory that JAX's allocator may hand out on a device."""
+    stats = device.memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        raise RuntimeError(f"{device} does not report its memory limit; state the device budget")
+    return int(stats["bytes_limit"])
+
+
+def plan_for(
+    model: ModelConfig | Workload,
+    *,
+    rows_per_step: int,
+    tokens_per_row: int,
+    documents_per_row: int | None = None,
+    max_grad_norm: float | None = 1.0,
+    compute_dtype: ComputeDtype = "bfloat16",
+    optimizer_state_bytes: float = ADAMW_STATE_BYTES,
+    device_memory_budget_gib: float | None = None,
+    host_memory_budget_gib: float | None = None,
+    update_policy: UpdatePolicy | None = None,
+    choices: Choices | None = None,
+    keep_activations: bool | None = None,
+    resident_state: bool | None = None,
+    hardware: HardwareProfile | None = None,
+    strategy: Strategy | None = None,
+) -> Plan:
+    """The fastest strategy for this process's devices that fits the budgets.
+
+    Args:
+      model: a described decoder, or what was measured of another
+        (`slidedp_jax.adapter.workload.measured_workload`).
+      rows_per_step: rows of one optimizer step, over all devices and microbatches.
+      tokens_per_row: tokens of a row, padding included.
+      documents_per_row: most documents of a packed row; None where rows are not packed.
+      max_grad_norm: the limit that the trainer will be given; None allows eager updates.
+      compute_dtype: "bfloat16" or "float32".
+      optimizer_state_bytes: bytes of optimizer state per parameter; AdamW's 8 by default.
+      device_memory_budget_gib: memory to use of each device; None: what JAX may hand out.
+      host_memory_budget_gib: host memory to use, also more than the kernel reports; None: what is
+        available.
+      update_policy: None: deferred with clipping, eager without.
+      choices: what has been decided already; the search leaves it alone.
+      keep_activations: instead of recomputing, keep weights and intermediate results of as many
+        layer chunks as fit; None: on GPUs.
+      resident_state: let the training state of the lowest chunks stay on the GPUs where that makes
+        a step faster, or the host has no room for it; None: on GPUs. Only for element-wise
+        optimizers (not Muon, not Adafactor).
+      hardware: another machine; None means this one.
+      strategy: what has been decided, such as that of a run that is resumed; None: the fastest.
+
+    Raises:
+      UserError: nothing fits, or not the strategy; every limit is listed.
+    """
+    choices = choices or Choices()
+    if hardware is None:
+        hardware = this_machine(stated_host_bytes=_bytes(host_memory_budget_gib))
+        host_devices = choices.num_host_devices or current_setup().num_host_devices
+        choices = replace(choices, num_host_devices=host_devices)
+    try:
+        return plan(
+            model if isinstance(model, Workload) else Workload.from_config(model),
+            BatchShape(
+                num_rows=rows_per_step,
+                seq_length=tokens_per_row,
+                documents_per_row=documents_per_row,
+            ),
+            hardware,
+            update_policy=update_policy or ("eager" if max_grad_norm is None else "deferred"),
+            compute_dtype=compute_dtype,
+            optimizer_state_bytes=optimizer_state_bytes,
+            device_budget_bytes=_bytes(device_memory_budget_gib),
+            host_budget_bytes=_bytes(host_memory_budget_gib),
+            choices=choices,
+            keep_activations=keep_activations,
+            resident_state=resident_state,
+            strategy=strategy,
+        )
+    except PlanError as error:
+        raise UserError(str(error)) from error
+
+
+def _bytes(gib: float | None) -> float | None:
+    return None if gib is None else gib * 2**30

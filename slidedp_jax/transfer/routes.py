@@ -1,0 +1,236 @@
+"""How a chunk's weights reach every compute device and how its gradients come back.
+
+The host layout does not depend on the route. Pieces: the flat array lies in K pieces on the host
+devices; G compute devices, K a multiple of G.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from slidedp_jax.planner.strategy import GradientRoute, WeightRoute
+from slidedp_jax.state.layout import ChunkLayout, FlatLayout
+from slidedp_jax.transfer.copies import download, on_host_devices, upload
+
+DATA_AXIS = "data"
+
+FetchedChunk = tuple[tuple[tuple[jax.Array, ...], ...], ...]
+"""Per part of a chunk, what the weight route fetched of `high` and, in fp32 compute, of `low`."""
+
+
+class WeightPath(Protocol):
+    """A weight route at work: pieces in host memory -> the flat array inside a trace."""
+
+    spec: PartitionSpec
+
+    def fetch(self, pieces: Sequence[np.ndarray]) -> tuple[jax.Array, ...]:
+        """Start the copies of one flat array; returns the arrays that `assemble` takes."""
+        ...
+
+    def assemble(self, arrays: Sequence[jax.Array]) -> jax.Array:
+        """Inside `shard_map` over the data axis: the whole flat array on each device."""
+        ...
+
+
+class Replicate:
+    """Every device pulls every piece."""
+
+    spec = PartitionSpec()
+
+    def __init__(self, mesh: Mesh):
+        self._mesh = mesh
+        self._sharding = NamedSharding(mesh, self.spec)
+
+    def fetch(self, pieces: Sequence[np.ndarray]) -> tuple[jax.Array, ...]:
+        """One replicated array per piece."""
+        return tuple(
+            upload([piece] * self._mesh.size, self._sharding, piece.shape) for piece in pieces
+        )
+
+    def assemble(self, arrays: Sequence[jax.Array]) -> jax.Array:
+        """Concatenate the pieces."""
+        return _concatenate(arrays)
+
+
+class ShardAllGather:
+    """Every device pulls its share of the pieces; a collective gathers the rest."""
+
+    spec = PartitionSpec(DATA_AXIS)
+
+    def __init__(self, mesh: Mesh):
+        self._mesh = mesh
+        self._sharding = NamedSharding(mesh, self.spec)
+
+    def fetch(self, pieces: Sequence[np.ndarray]) -> tuple[jax.Array, ...]:
+        """K / G arrays; the n-th holds the n-th piece of each device's share."""
+        count = self._mesh.size
+        share = len(pieces) // count
+        shape = (count * pieces[0].shape[0],)
+        return tuple(upload(pieces[n::share], self._sharding, shape) for n in range(share))
+
+    def assemble(self, arrays: Sequence[jax.Array]) -> jax.Array:
+        """Concatenate the own share, then gather the shares in device order."""
+        return jax.lax.all_gather(_concatenate(arrays), DATA_AXIS, tiled=True)
+
+
+def weight_path(route: WeightRoute, mesh: Mesh) -> WeightPath:
+    """The named weight route on a mesh of compute devices."""
+    if route == "replicate":
+        return Replicate(mesh)
+    if route == "shard_all_gather":
+        return ShardAllGather(mesh)
+    raise ValueError(f"weight_route={route!r}; allowed: 'replicate', 'shard_all_gather'")
+
+
+class GradientPath:
+    """A gradient route at work.
+
+    `reduce_scatter`: the devices sum in fp32, each rounds and sends 1/G. `host_sum`: each device
+    rounds and sends its own gradient, and the host sums them in fp32 while it updates; in bf16
+    compute that rounds G times instead of once.
+
+    Args:
+      route: which.
+      mesh: compute devices.
+      host_sharding: sharding of the host state.
+      wire_dtype: dtype in which gradients travel: bfloat16, or float32 in fp32 compute.
+    """
+
+    def __init__(
+        self,
+        route: GradientRoute,
+        mesh: Mesh,
+        host_sharding: NamedSharding,
+        wire_dtype: jnp.dtype,
+    ):
+        if route not in ("reduce_scatter", "host_sum"):
+            raise ValueError(f"gradient_route={route!r}; allowed: 'reduce_scatter', 'host_sum'")
+        self.sums_on_host = route == "host_sum" and mesh.size > 1
+        self.sums_on_devices = route == "reduce_scatter" and mesh.size > 1
+        self.wire_dtype = wire_dtype
+        self._mesh = mesh
+        self._host_sharding = host_sharding
+
+    def to_wire(self, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Inside `shard_map`: own gradient [n] -> (what this device sends, its sum of squares [1]).
+
+        The sum of squares is of the rounded values, in fp32; NaN-free zero where the host sums.
+        """
+        if self.sums_on_host:
+            return gradient.astype(self.wire_dtype), jnp.zeros(1, jnp.float32)
+        if self.sums_on_devices:
+            gradient = self._sum_scattered(gradient)
+        wire = gradient.astype(self.wire_dtype)
+        return wire, jnp.sum(jnp.square(wire.astype(jnp.float32)))[None]
+
+    def _sum_scattered(self, gradient: jax.Array) -> jax.Array:
+        """[n] on each device -> its share [n / G] of the sum in fp32.
+
+        What has been rounded for the wire already travels between the devices like that, which
+        costs nothing in precision and half the bytes of a reduce-scatter in fp32.
+        """
+        if gradient.dtype != self.wire_dtype or self.wire_dtype == jnp.float32:
+            wide = gradient.astype(jnp.float32)
+            return jax.lax.psum_scatter(wide, DATA_AXIS, tiled=True)
+        shares = gradient.reshape(self._mesh.size, -1)
+        received = jax.lax.all_to_all(shares, DATA_AXIS, split_axis=0, concat_axis=0)
+        return jnp.sum(received.astype(jnp.float32), axis=0)
+
+    def send(self, wires: Sequence[jax.Array], layout: ChunkLayout) -> Gradient:
+        """Start the copy to the host of what `to_wire` made of each trained part.
+
+        Each is [n], or [G * n] over the data axis. Of a resident chunk it stays where it is.
+        """
+        if layout.resident:
+            return StayingGradient(wires=tuple(wires))
+        return ArrivingGradient(
+            pinned=tuple(download(wire) for wire in wires),
+            num_summands=self._mesh.size if self.sums_on_host else 1,
+            layouts=layout.trained_parts,
+            host_sharding=self._host_sharding,
+        )
+
+
+class Gradient(Protocol):
+    """A chunk's gradient where its update will find it."""
+
+    def has_arrived(self) -> bool:
+        """Whether the update need not wait for it."""
+        ...
+
+    def wait(self) -> None:
+        """Block until it has arrived."""
+        ...
+
+    def summands(self) -> list[list[jax.Array]]:
+        """Per trained part, arrays [padded_size] that add up to its gradient."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class StayingGradient:
+    """A gradient that is updated from on the devices, sharded over them, one array per part."""
+
+    wires: tuple[jax.Array, ...]
+
+    def has_arrived(self) -> bool:
+        """The devices keep the order of what they are given."""
+        return True
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+    def summands(self) -> list[list[jax.Array]]:
+        """One per part."""
+        return [[wire] for wire in self.wires]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrivingGradient:
+    """A chunk's gradient on its way into pinned host memory, one array per trained part."""
+
+    pinned: tuple[jax.Array, ...]
+    num_summands: int
+    layouts: tuple[FlatLayout, ...]
+    host_sharding: NamedSharding
+
+    def has_arrived(self) -> bool:
+        """Whether the bytes are there."""
+        return all(array.is_ready() for array in self.pinned)
+
+    def wait(self) -> None:
+        """Block until the bytes have arrived."""
+        jax.block_until_ready(self.pinned)
+
+    def summands(self) -> list[list[jax.Array]]:
+        """Per part, arrays [padded_size] over the host devices that share the gradient's memory."""
+        return [
+            self._summands_of(array, layout)
+            for array, layout in zip(self.pinned, self.layouts, strict=True)
+        ]
+
+    def _summands_of(self, array: jax.Array, layout: FlatLayout) -> list[jax.Array]:
+        shards = sorted(array.addressable_shards, key=lambda s: s.index[0].start or 0)
+        views = [np.asarray(shard.data) for shard in shards]
+        size = layout.piece_size
+        parts = [
+            view[start : start + size] for view in views for start in range(0, len(view), size)
+        ]
+        count = layout.num_pieces
+        return [
+            on_host_devices(
+                parts[n * count : (n + 1) * count], self.host_sharding, layout.padded_size
+            )
+            for n in range(self.num_summands)
+        ]
+
+
+def _concatenate(arrays: Sequence[jax.Array]) -> jax.Array:
+    return jnp.concatenate(arrays) if len(arrays) > 1 else arrays[0]

@@ -1,0 +1,15 @@
+"""How the state changes: an optax transformation, taken apart and run beside the steps.
+
+| file | |
+|---|---|
+| `update_thread.py` | when which chunk is updated |
+| `step_guard.py` | which steps may change the state |
+| `part_updates.py` | the update of any part of a chunk |
+| `update_kernel.py`, `kernel_form.py` | the update on blocks, in place, with the clip; its form |
+| `whole_parameter.py` | updates that need whole parameters, one at a time |
+| `treatments.py` | which parameters are updated on blocks, as a whole, or not at all |
+| `elementwise.py` | element-wise transformations as functions of a block |
+| `decompose.py`, `leaf_programs.py` | a transformation taken apart, from its jaxpr |
+| `state_meaning.py` | what the arrays of an optimizer's state are |
+| `average.py` | a moving average of the weights |
+"""

@@ -1,0 +1,273 @@
+"""The update of one chunk: clip, optimizer step and split into halves, in place.
+
+One kernel serves every policy: the norm and its limit are run-time arguments in optax's order of
+operations, because a kernel with the factor and one without differ in the last bit. Three forms
+compute the same update:
+
+- `blocked`: every host device walks over its piece in blocks that stay in cache. A barrier before
+  the writes keeps XLA from fusing them with the arithmetic, which in JAX 0.12 would copy whole
+  pieces: the fastest form there.
+- `fused`: the same walk without the barrier. The fastest form of JAX 0.11 with multi-output fusion;
+  a hundred times slower wherever XLA does not update the loop's buffers in place.
+- `whole`: the piece as one array expression, the fastest form of JAX 0.10, where multi-output
+  fusion halves its memory traffic.
+
+Their results may differ in the last bit, because XLA contracts multiplications and additions per
+fusion; `kernel_form` says which one runs, and a run keeps it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from slidedp_jax.state.layout import FlatLayout, block_groups_array
+from slidedp_jax.state.split_float import join
+from slidedp_jax.update.elementwise import ElementwiseOptimizer
+from slidedp_jax.update.kernel_form import KernelForm, check_form
+
+_REPLICATED = PartitionSpec()
+
+
+class UpdateKernels:
+    """Compiled updates, one per size of chunk.
+
+    Args:
+      optimizer: the transformation on blocks.
+      sharding: of the state's arrays, over host devices or compute devices.
+      block_size: elements per block.
+      form: which form to compile.
+    """
+
+    def __init__(
+        self,
+        optimizer: ElementwiseOptimizer,
+        sharding: NamedSharding,
+        *,
+        block_size: int,
+        form: KernelForm,
+    ):
+        check_form(form)
+        self.form = form
+        self._optimizer = optimizer
+        self._sharding = sharding
+        self._block_size = block_size
+        self._replicated = NamedSharding(
+            sharding.mesh, _REPLICATED, memory_kind=sharding.memory_kind
+        )
+        self._block_groups: dict[str, jax.Array] = {}
+        self._limits: tuple[Any, list[jax.Array]] = (None, [])
+        num_state = len(optimizer.state_dtypes)
+        self._update = self._compile(self._update_piece, num_arrays=2 + num_state)
+        self._init = self._compile(self._init_piece, num_arrays=2 + num_state)
+        self._square = jax.jit(
+            jax.shard_map(
+                _sum_of_squares,
+                mesh=sharding.mesh,
+                in_specs=(sharding.spec,),
+                out_specs=sharding.spec,
+                check_vma=False,
+            )
+        )
+        self._advance = jax.jit(optimizer.advance_shared)
+
+    def _compile(self, piece: Callable[..., Any], num_arrays: int) -> Callable[..., Any]:
+        sharded = self._sharding.spec
+        mapped = jax.shard_map(
+            piece,
+            mesh=self._sharding.mesh,
+            in_specs=(sharded, sharded, _REPLICATED, sharded),
+            out_specs=(sharded,) * num_arrays,
+            check_vma=False,
+        )
+        return jax.jit(
+            lambda arrays, gradients, scalars, groups: mapped(arrays, gradients, scalars, groups),
+            donate_argnums=(0,),
+            keep_unused=True,
+            out_shardings=(self._sharding,) * num_arrays,
+        )
+
+    def place_shared(self, shared: Sequence[Any]) -> list[jax.Array]:
+        """Scalars on every host device, in the kernel's memory kind."""
+        return [jax.device_put(np.asarray(leaf), self._replicated) for leaf in shared]
+
+    def _place_limits(self, norm: float, max_norm: float) -> list[jax.Array]:
+        """Norm and its limit on every host device; placed once for all chunks of a step."""
+        if self._limits[0] != (norm, max_norm):
+            placed = self.place_shared([np.float32(norm), np.float32(max_norm)])
+            self._limits = ((norm, max_norm), placed)
+        return self._limits[1]
+
+    def advance(self, shared: Sequence[Any]) -> list[np.ndarray]:
+        """Shared optimizer state after one step, as NumPy scalars."""
+        device = self._sharding.mesh.devices.flat[0]
+        placed = [jax.device_put(np.asarray(leaf), device) for leaf in shared]
+        return [np.asarray(leaf) for leaf in self._advance(placed)]
+
+    def init(self, layout: FlatLayout, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        """Starting optimizer state of a chunk whose master weights are set; arrays are donated."""
+        return jax.block_until_ready(self._init(tuple(arrays), (), (), self._groups(layout)))
+
+    def start_update(
+        self,
+        layout: FlatLayout,
+        arrays: Sequence[jax.Array],
+        gradients: Sequence[jax.Array],
+        shared: Sequence[jax.Array],
+        norm: float,
+        max_norm: float,
+    ) -> tuple[jax.Array, ...]:
+        """Begin to update a chunk in place; its results, which may not be there yet.
+
+        Args:
+          layout: the chunk's layout.
+          arrays: high, low, optimizer state, each [padded_size]; donated.
+          gradients: summands of the gradient, each [padded_size]; one, or one per device.
+          shared: shared optimizer state before this step (`place_shared`).
+          norm: global norm of the gradients, 0 when there is no limit.
+          max_norm: limit of the norm, infinity for none.
+        """
+        scalars = (tuple(shared), *self._place_limits(norm, max_norm))
+        return self._update(tuple(arrays), tuple(gradients), scalars, self._groups(layout))
+
+    def sum_of_squares(self, gradients: Sequence[jax.Array]) -> np.ndarray:
+        """Sums of squares of the summed gradient, float32 [K], one per host device."""
+        return np.asarray(self._square(tuple(gradients)))
+
+    def _groups(self, layout: FlatLayout) -> jax.Array:
+        if layout.name not in self._block_groups:
+            values = block_groups_array(layout)
+            assert (np.diff(values) >= 0).all(), "the kernel walks over one group after another"
+            groups = jax.device_put(values, self._sharding)
+            self._block_groups[layout.name] = groups
+        return self._block_groups[layout.name]
+
+    def _update_piece(self, arrays: Any, gradients: Any, scalars: Any, groups: Any) -> Any:
+        arrays, gradients, scalars, groups = _in_device_space((arrays, gradients, scalars, groups))
+        shared, norm, max_norm = scalars
+
+        def updated(group: int, arrays: Any, gradients: Any) -> list[jax.Array]:
+            """Master weights and state after the step, all as one group's."""
+            gradient = clip(sum_in_order(gradients), norm, max_norm)
+            master = _join_numbers(arrays[0], arrays[1])
+            values, state = self._optimizer.update_block(
+                group, master, gradient, arrays[2:], shared
+            )
+            return [values, *state]
+
+        if self.form == "whole":
+            candidates = [
+                updated(group, arrays, gradients) for group in range(self._optimizer.num_groups)
+            ]
+            values, *state = (_select(groups, list(c)) for c in zip(*candidates, strict=True))
+            return (*_split_result(values), *state)
+
+        def step(group: int, arrays: Any, gradients: Any) -> tuple[jax.Array, ...]:
+            values, *state = updated(group, arrays, gradients)
+            return (*_split_result(values), *state)
+
+        return self._over_blocks(step, arrays, gradients, groups)
+
+    def _init_piece(self, arrays: Any, gradients: Any, scalars: Any, groups: Any) -> Any:
+        arrays, groups = _in_device_space((arrays, groups))
+
+        master = join(arrays[0], arrays[1])
+        per_group = [
+            self._optimizer.init_block(group, master) for group in range(self._optimizer.num_groups)
+        ]
+        states = [_select(groups, list(state)) for state in zip(*per_group, strict=True)]
+        return (arrays[0], arrays[1], *states)
+
+    def _over_blocks(self, step: Any, arrays: Any, gradients: Any, groups: jax.Array) -> Any:
+        """Walk over the blocks of each group in turn; `groups` is sorted.
+
+        One loop per group rather than one that computes all groups' candidates and selects: half
+        the arithmetic, and JAX 0.11 then vectorises it.
+        """
+        size = self._block_size
+
+        def cut(array: jax.Array, number: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_slice(array, (number * size,), (size,))
+
+        def body(group: int, number: jax.Array, arrays: Any) -> Any:
+            block = step(
+                group,
+                tuple(cut(array, number) for array in arrays),
+                tuple(cut(gradient, number) for gradient in gradients),
+            )
+            if self.form == "blocked":
+                block = jax.lax.optimization_barrier(block)
+            return tuple(
+                jax.lax.dynamic_update_slice(array, part, (number * size,))
+                for array, part in zip(arrays, block, strict=True)
+            )
+
+        arrays, start = tuple(arrays), 0
+        for group in range(self._optimizer.num_groups):
+            last = group == self._optimizer.num_groups - 1
+            end = groups.shape[0] if last else jnp.sum(groups <= group, dtype=jnp.int32)
+            arrays = jax.lax.fori_loop(start, end, functools.partial(body, group), arrays)
+            start = end
+        return arrays
+
+
+def _in_device_space(tree: Any) -> Any:
+    """Tell the tracer that host arrays are ordinary operands; on CPU devices this moves nothing."""
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, jax.memory.Space.Device), tree)
+
+
+def sum_in_order(gradients: Sequence[jax.Array]) -> jax.Array:
+    """Sum of the summands in float32, first to last."""
+    total = gradients[0].astype(jnp.float32)
+    for gradient in gradients[1:]:
+        total = total + gradient.astype(jnp.float32)
+    return total
+
+
+def _sum_of_squares(gradients: Sequence[jax.Array]) -> jax.Array:
+    gradients = _in_device_space(gradients)
+    return jnp.sum(jnp.square(sum_in_order(gradients)))[None]
+
+
+def clip(gradient: jax.Array, norm: jax.Array, max_norm: jax.Array) -> jax.Array:
+    """As `optax.clip_by_global_norm`: untouched below the limit, else (g / norm) * limit."""
+    return jnp.where(norm < max_norm, gradient, (gradient / norm) * max_norm)
+
+
+def _join_numbers(high: jax.Array, low: jax.Array) -> jax.Array:
+    """`split_float.join` but for the payload of a NaN, which stays a NaN.
+
+    Arithmetic on a NaN keeps nothing that matters, and without the distinction XLA vectorises.
+    """
+    upper = jax.lax.bitcast_convert_type(high, jnp.uint16).astype(jnp.uint32) << 16
+    bits = upper.astype(jnp.int32) + low.astype(jnp.int32)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _split_result(master: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`split_float.split` of what arithmetic made, so without a NaN whose upper half is infinity.
+
+    Hardware quiets the NaN that it makes or passes on, and `_join_numbers` makes no other.
+    """
+    bits = jax.lax.bitcast_convert_type(master, jnp.int32)
+    # Rounding up would carry a NaN with all upper bits set (as CUDA makes) into the sign.
+    carried = jnp.where(jnp.isnan(master), bits & jnp.int32(-0x10000), bits)
+    high = ((carried + jnp.int32(0x8000)) >> 16).astype(jnp.uint16)
+    return jax.lax.bitcast_convert_type(high, jnp.bfloat16), bits.astype(jnp.int16)
+
+
+def _select(groups: jax.Array, candidates: list[jax.Array]) -> jax.Array:
+    """Per block, the candidate of its group: groups [blocks], candidates [blocks * block] each."""
+    chosen = candidates[0]
+    for group in range(1, len(candidates)):
+        mask = jnp.broadcast_to(
+            (groups == group)[:, None], (groups.shape[0], chosen.size // groups.shape[0])
+        )
+        chosen = jnp.where(mask.reshape(-1), candidates[group], chosen)
+    return chosen

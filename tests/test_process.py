@@ -1,0 +1,224 @@
+"""`configure()`: once, early, and what it fixes. Each case needs a process of its own."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import optax
+import pytest
+from streamed_training import small_config, strategy, trainer
+
+from slidedp_jax import UserError
+from slidedp_jax.compilation_cache import cache_folder
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "PJRT_NPROC")
+    }
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=inherited | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def failure(code: str) -> str:
+    """The last line of the error of a process that must fail."""
+    result = run(code)
+    assert result.returncode != 0, result.stdout
+    return result.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "import jax; jax.devices()",
+        "import jax.numpy as jnp; jnp.zeros(1)",
+        "from flax import nnx; nnx.Rngs(0)",
+    ],
+)
+def test_too_late_is_an_error_that_says_what_to_move(use):
+    message = failure(
+        f"{use}\nimport slidedp_jax\nslidedp_jax.configure(platform='cpu', num_devices=2)"
+    )
+    assert message.startswith("RuntimeError: JAX's backends have already started")
+    assert "CPU devices" in message
+    assert "XLA flags" in message
+    assert "Call slidedp_jax.configure() before the first use of JAX" in message
+    assert "move it above nnx.Rngs(...), jnp arrays and jax.devices()" in message
+
+
+@pytest.mark.parametrize("modules", ["jax, optax", "flax.linen, flax.nnx"])
+def test_importing_before_is_fine(modules):
+    result = run(
+        f"import {modules}, jax, slidedp_jax\n"
+        "slidedp_jax.configure(platform='cpu', num_devices=2, num_host_devices=2)\n"
+        "print(len(jax.devices()))"
+    )
+    assert result.stdout.strip() == "4", result.stderr
+
+
+def test_twice_the_same_is_fine_and_another_time_different_is_not():
+    message = failure(
+        "import slidedp_jax\n"
+        "first = slidedp_jax.configure(platform='cpu', num_devices=2, num_host_devices=2)\n"
+        "import jax; jax.devices()\n"
+        "again = slidedp_jax.configure(platform='cpu', num_devices=2, num_host_devices=2)\n"
+        "assert again is first\n"
+        "slidedp_jax.configure(platform='cpu', num_devices=4, num_host_devices=4)"
+    )
+    assert message.startswith("RuntimeError: configure() already fixed")
+    assert "num_devices=2" in message
+    assert "num_devices=4" in message
+
+
+def test_a_trainer_without_configure_names_it():
+    message = failure(
+        "import optax\n"
+        "from slidedp_jax.models import decoder\n"
+        "from slidedp_jax.models.config import named_config\n"
+        "from slidedp_jax.planner.strategy import Strategy\n"
+        "from slidedp_jax import Trainer\n"
+        "plan = Strategy(layers_per_chunk=1, rows_per_microbatch=1, num_microbatches=1)\n"
+        "Trainer(decoder.build(named_config('tiny')), optax.adamw(1e-3), strategy=plan)"
+    )
+    assert message.startswith("RuntimeError: slidedp_jax.configure() has not been called")
+
+
+DESCRIBE = """
+import json, os
+import slidedp_jax
+setup = slidedp_jax.configure(platform='cpu', {arguments})
+compute, host = setup.devices()
+print(json.dumps([[d.id for d in compute], [d.id for d in host], [d.platform for d in compute],
+                  os.environ.get('XLA_FLAGS', '')]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "num_compute", "num_host"),
+    [
+        ("num_devices=2, num_host_devices=4", 2, 4),
+        ("num_devices=3, num_host_devices=4", 3, 6),  # up to a multiple
+        ("num_devices=8", 8, 8),
+        ("num_host_devices=1", 1, 1),
+    ],
+)
+def test_compute_and_host_devices_are_disjoint(arguments, num_compute, num_host):
+    result = run(DESCRIBE.format(arguments=arguments))
+    assert result.returncode == 0, result.stderr
+    compute, host, platforms, _ = json.loads(result.stdout)
+    assert (len(compute), len(host)) == (num_compute, num_host)
+    assert set(platforms) == {"cpu"}
+    assert not {*compute} & {*host}
+    assert len({*compute}) == num_compute
+    assert len({*host}) == num_host
+
+
+def test_flags_of_the_user_are_kept():
+    flags = "--xla_cpu_enable_fast_math=false --xla_backend_extra_options=xla_cpu_one,xla_cpu_two"
+    result = run(DESCRIBE.format(arguments="num_devices=1, num_host_devices=1"), XLA_FLAGS=flags)
+    assert result.returncode == 0, result.stderr
+    after = json.loads(result.stdout)[3]
+    for option in ("--xla_cpu_enable_fast_math=false", "xla_cpu_one", "xla_cpu_two"):
+        assert option in after
+    assert after.count("--xla_backend_extra_options=") == 1  # the last one wins in XLA
+
+
+@pytest.mark.parametrize(
+    ("given", "level"),
+    [("", "0"), ("--xla_gpu_autotune_level=3 --xla_gpu_force_compilation_parallelism=1", "3")],
+)
+def test_beside_gpus_no_stopwatch_chooses_kernels(given, level):
+    """Unless the user wants it; XLA ends the process where it does not know a flag."""
+    code = (
+        "import os\nfrom slidedp_jax import process\nprocess._set_environment('cuda', 0.9, 8)\n"
+        "import jax\njax.config.update('jax_platforms', 'cpu')\njax.devices()\n"
+        "print(os.environ['XLA_FLAGS'])"
+    )
+    result = run(code, XLA_FLAGS=given)
+    assert result.returncode == 0, result.stderr
+    flags = result.stdout.split()
+    assert [f for f in flags if "autotune_level" in f] == [f"--xla_gpu_autotune_level={level}"]
+    assert "--xla_gpu_enable_triton_gemm=false" in flags
+    assert set(given.split()) <= set(flags)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("platform='tpu'", "ValueError: platform='tpu'; allowed: 'auto', 'cpu', 'cuda'"),
+        ("platform='cpu', num_devices=0", "ValueError: num_devices=0; at least 1 is needed"),
+        (
+            "platform='cpu', device_ids=(0, 1)",
+            "ValueError: device_ids names GPUs, but the platform is cpu; use num_devices",
+        ),
+        (
+            "num_devices=3, device_ids=(0, 1)",
+            "ValueError: num_devices=3 and device_ids=(0, 1) disagree; give one of them",
+        ),
+    ],
+)
+def test_arguments_that_contradict_are_refused(arguments, message):
+    assert failure(f"import slidedp_jax\nslidedp_jax.configure({arguments})") == message
+
+
+def test_device_counts_that_do_not_fit_the_process_are_refused():
+    """In this process: eight compute and eight host devices."""
+
+    def build(num_devices, **changes):
+        plan = strategy(**changes)
+        with trainer(small_config(layers=1), optax.sgd(1.0), plan, num_devices=num_devices):
+            pass
+
+    with pytest.raises(UserError, match=r"num_devices=9.*8 compute devices"):
+        build(9)
+    with pytest.raises(UserError, match="num_devices=0"):
+        build(0)
+    with pytest.raises(UserError, match=r"8 host devices.*multiple of its 3 compute devices"):
+        build(3, num_host_devices=8)
+    with pytest.raises(UserError, match="over 16 host devices; this process has 8"):
+        build(8, num_host_devices=16)
+
+
+def test_compiled_programs_are_kept_in_the_users_cache_on_gpus(monkeypatch, tmp_path):
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = pathlib.Path(cache_folder("auto", "cuda"))
+    assert folder.parent == tmp_path / "slidedp_jax" and folder.name.startswith("compiled-")
+    assert cache_folder("auto", "cpu") is None
+    assert cache_folder(str(tmp_path / "here"), "cpu") == str(tmp_path / "here")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="file cannot be used"):
+        cache_folder(str(tmp_path / "file"), "cpu")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert cache_folder("auto", "cuda") is None
+    assert cache_folder(None, "cuda") is None
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/mine")
+    assert cache_folder("auto", "cuda") is None
+
+
+def test_a_named_folder_keeps_programs_for_the_next_process(tmp_path):
+    code = (
+        "import slidedp_jax, jax\n"
+        f"slidedp_jax.configure(platform='cpu', compilation_cache={str(tmp_path)!r})\n"
+        "jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)\n"
+        "from jax._src import monitoring\n"
+        "events = []\n"
+        "monitoring.register_event_listener(lambda name, **_: events.append(name))\n"
+        "jax.jit(lambda x: x @ x)(jax.numpy.ones((64, 64)))\n"
+        "print(sum('cache_hits' in name for name in events))"
+    )
+    first, second = (run(code) for _ in range(2))
+    assert int(first.stdout) == 0, first.stderr
+    assert int(second.stdout) > 0, second.stderr
