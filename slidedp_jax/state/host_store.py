@@ -115,11 +115,9 @@ class HostStore:
         # A range that is still registered when its memory is freed breaks later allocations, so a
         # store that nobody closes lets go of them too.
         weakref.finalize(self, self._lock.release).atexit = False
-        self.page_locked_bytes = sum(
-            self._lock.lock(part.ranges(index))
-            for part in self.host_parts
-            for index in ((0, 1) if upload_low else (0,))
-        )
+        for part in self.host_parts:
+            for index in (0, 1) if upload_low else (0,):
+                self._lock.lock(part.ranges(index))
         owners = {slot.name: (part, slot) for part in self.parts for slot in part.layout.slots}
         self._slots: dict[str, tuple[AnyPartState, Slot]] = {
             slot.name: owners[slot.name] for layout in self.layouts for slot in layout.slots

@@ -31,15 +31,15 @@ class PageLock:
         self._gpu = device if device.platform != "cpu" else None
         self._pointers: list[int] = []
 
-    def lock(self, ranges: Iterable[tuple[int, int]]) -> int:
-        """Register (address, bytes) ranges; returns the number of bytes registered.
+    def lock(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Register (address, bytes) ranges.
 
         Raises:
           RuntimeError: the driver refuses (locked-memory limit, not enough memory); nothing stays
             registered.
         """
         if self._gpu is None:
-            return 0
+            return
         total = 0
         for pointer, num_bytes in ranges:
             if num_bytes < SMALLEST_LOCKED_BYTES:
@@ -54,7 +54,6 @@ class PageLock:
                 ) from error
             self._pointers.append(pointer)
             total += num_bytes
-        return total
 
     def release(self) -> None:
         """Unregister every range; must run before their memory is freed."""
