@@ -16,7 +16,7 @@ size s.
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -100,6 +100,12 @@ class _Blocks(NamedTuple):
     segments: jax.Array | None  # [c, B, s]
 
 
+_Three = tuple[jax.Array, jax.Array, jax.Array]
+_Pair = tuple[jax.Array, jax.Array]
+_Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array]
+"""q, k, v, segment_ids, the output, and the logarithm of the sum of its weights."""
+
+
 def _forward(
     window: int | None,
     block: int,
@@ -107,11 +113,11 @@ def _forward(
     k: jax.Array,
     v: jax.Array,
     segment_ids: jax.Array | None,
-) -> tuple[jax.Array, tuple]:
+) -> tuple[jax.Array, _Residuals]:
     num_tokens, head_dim = q.shape[1], q.shape[3]
     blocks = _cut_inputs(q, k, v, segment_ids, block)
 
-    def visit(carry: tuple, pair: tuple) -> tuple[tuple, None]:
+    def visit(carry: _Three, pair: _Pair) -> tuple[_Three, None]:
         query, key = pair
         maximum, total, weighted = (_get(array, query) for array in carry)
         scores = _scores(blocks, query, key, window)
@@ -120,21 +126,22 @@ def _forward(
         shrink = jnp.exp(maximum - new_maximum)
         values = _get(blocks.v, key)
         update = _dot("bkgqs,bksh->bkgqh", weights.astype(values.dtype), values)
-        row = (
-            new_maximum,
-            total * shrink + weights.sum(axis=-1),
-            weighted * shrink[..., None] + update,
-        )
-        return tuple(_set(a, query, x) for a, x in zip(carry, row, strict=True)), None
+        new_total = total * shrink + weights.sum(axis=-1)
+        new_weighted = weighted * shrink[..., None] + update
+        maxima, totals, sums = carry
+        return (
+            _set(maxima, query, new_maximum),
+            _set(totals, query, new_total),
+            _set(sums, query, new_weighted),
+        ), None
 
     shape = blocks.q.shape[:-1]
     start = (
-        jnp.full(shape, _LOWEST_MAXIMUM, jnp.float32),
-        jnp.zeros(shape, jnp.float32),
-        jnp.zeros((*shape, head_dim), jnp.float32),
+        vary_like(jnp.full(shape, _LOWEST_MAXIMUM, jnp.float32), q, k, v),
+        vary_like(jnp.zeros(shape, jnp.float32), q, k, v),
+        vary_like(jnp.zeros((*shape, head_dim), jnp.float32), q, k, v),
     )
-    start = tuple(vary_like(array, q, k, v) for array in start)
-    pairs = visible_block_pairs(num_tokens, block=block, window=window)
+    pairs: Any = visible_block_pairs(num_tokens, block=block, window=window)
     (maximum, total, weighted), _ = lax.scan(visit, start, pairs)
 
     total = jnp.where(total > 0, total, 1.0)
@@ -142,7 +149,9 @@ def _forward(
     return out, (q, k, v, segment_ids, out, maximum + jnp.log(total))
 
 
-def _backward(window: int | None, block: int, residuals: tuple, d_out: jax.Array) -> tuple:
+def _backward(
+    window: int | None, block: int, residuals: _Residuals, d_out: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     q, k, v, segment_ids, out, log_total = residuals
     num_tokens, groups = q.shape[1], q.shape[2] // k.shape[2]
     blocks = _cut_inputs(q, k, v, segment_ids, block)
@@ -151,7 +160,7 @@ def _backward(window: int | None, block: int, residuals: tuple, d_out: jax.Array
     delta = _cut_queries(product.sum(axis=-1, keepdims=True), groups, block)[..., 0]
     scale = q.shape[3] ** -0.5
 
-    def visit(carry: tuple, pair: tuple) -> tuple[tuple, None]:
+    def visit(carry: _Three, pair: _Pair) -> tuple[_Three, None]:
         d_q, d_k, d_v = carry
         query, key = pair
         queries, keys, values = (
@@ -169,9 +178,11 @@ def _backward(window: int | None, block: int, residuals: tuple, d_out: jax.Array
         d_v = _add(d_v, key, _dot("bkgqs,bkgqh->bksh", weights.astype(v.dtype), d_row))
         return (d_q, d_k, d_v), None
 
-    start = (jnp.zeros(array.shape, jnp.float32) for array in (blocks.q, blocks.k, blocks.v))
-    start = tuple(vary_like(array, q, k, v, d_out) for array in start)
-    pairs = visible_block_pairs(num_tokens, block=block, window=window)
+    def zeros(array: jax.Array) -> jax.Array:
+        return vary_like(jnp.zeros(array.shape, jnp.float32), q, k, v, d_out)
+
+    start = zeros(blocks.q), zeros(blocks.k), zeros(blocks.v)
+    pairs: Any = visible_block_pairs(num_tokens, block=block, window=window)
     (d_q, d_k, d_v), _ = lax.scan(visit, start, pairs)
     # Keys are queries with one head per group.
     d_k, d_v = d_k[:, :, :, None], d_v[:, :, :, None]
@@ -241,11 +252,13 @@ def _dot(spec: str, left: jax.Array, right: jax.Array) -> jax.Array:
 
 
 def _get(blocks: jax.Array, index: jax.Array) -> jax.Array:
-    return lax.dynamic_index_in_dim(blocks, index, axis=0, keepdims=False)
+    block: jax.Array = lax.dynamic_index_in_dim(blocks, index, axis=0, keepdims=False)
+    return block
 
 
 def _set(blocks: jax.Array, index: jax.Array, value: jax.Array) -> jax.Array:
-    return lax.dynamic_update_index_in_dim(blocks, value, index, axis=0)
+    changed: jax.Array = lax.dynamic_update_index_in_dim(blocks, value, index, axis=0)
+    return changed
 
 
 def _add(blocks: jax.Array, index: jax.Array, value: jax.Array) -> jax.Array:

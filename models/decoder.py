@@ -10,6 +10,7 @@ import dataclasses
 import zlib
 from collections.abc import Callable
 from functools import partial
+from typing import Generic, TypeVar
 
 import jax
 import numpy as np
@@ -27,6 +28,8 @@ from slidedp_jax.models.config import ModelConfig
 from slidedp_jax.models.layers import DecoderLayer, Embedding, Head
 from slidedp_jax.models.loss import cross_entropy_sum, project_to_vocab
 from slidedp_jax.models.streamed import Batch, Cache, CachedForm, Params, Stage, StreamedModel
+
+_M = TypeVar("_M", bound=nnx.Module)
 
 
 def build(
@@ -119,20 +122,22 @@ def initial_value(
     return values
 
 
-class _Abstract:
+class _Abstract(Generic[_M]):
     """A module's structure, apart from any arrays."""
 
-    def __init__(self, make: Callable[[], nnx.Module]):
-        self._graph, state = nnx.split(nnx.eval_shape(make))
+    def __init__(self, make: Callable[[], _M]):
+        graph, state = nnx.split(nnx.eval_shape(make))
+        self._graph: nnx.GraphDef[_M] = graph
         self.shapes: Params = nnx.to_pure_dict(state)
 
-    def merge(self, params: Params) -> nnx.Module:
+    def merge(self, params: Params) -> _M:
         """The module around the given arrays; call it inside a trace."""
-        return nnx.merge(self._graph, params)
+        module: _M = nnx.merge(self._graph, params)
+        return module
 
 
 def _apply_layer(
-    layer: _Abstract,
+    layer: _Abstract[DecoderLayer],
     config: ModelConfig,
     attention: str,
     target: ComputeTarget | None,
@@ -146,7 +151,7 @@ def _apply_layer(
 
 
 def _prefill_layer(
-    layer: _Abstract,
+    layer: _Abstract[DecoderLayer],
     config: ModelConfig,
     attention: str,
     target: ComputeTarget | None,
@@ -162,7 +167,12 @@ def _prefill_layer(
 
 
 def _decode_layer(
-    layer: _Abstract, window: int | None, params: Params, x: jax.Array, batch: Batch, cache: Cache
+    layer: _Abstract[DecoderLayer],
+    window: int | None,
+    params: Params,
+    x: jax.Array,
+    batch: Batch,
+    cache: Cache,
 ) -> tuple[jax.Array, Cache]:
     return cached_layers.decode(layer.merge(params), x, batch, cache, window=window)
 
@@ -184,7 +194,7 @@ def _attention_kernel(
 
 
 def _head_loss(
-    head: _Abstract,
+    head: _Abstract[Head],
     loss_chunk_tokens: int,
     params: Params,
     embed_params: Params | None,
@@ -201,7 +211,7 @@ def _head_loss(
 
 
 def _head_logits(
-    head: _Abstract, params: Params, embed_params: Params | None, x: jax.Array
+    head: _Abstract[Head], params: Params, embed_params: Params | None, x: jax.Array
 ) -> jax.Array:
     normalised = head.merge(params).normalise(x)
     return project_to_vocab(normalised, _output_projection(params, embed_params))
@@ -209,7 +219,9 @@ def _head_logits(
 
 def _output_projection(params: Params, embed_params: Params | None) -> jax.Array:
     if "lm_head" in params:
-        return params["lm_head"]["weight"]
+        own: jax.Array = params["lm_head"]["weight"]
+        return own
     if embed_params is None:
         raise ValueError("The head is tied to the embedding: pass the embedding's parameters too.")
-    return embed_params["weight"]
+    tied: jax.Array = embed_params["weight"]
+    return tied

@@ -230,7 +230,7 @@ def _converted(name: str, piece: np.ndarray, dtype: np.dtype) -> memoryview:
         raise ValueError(
             f"{name} holds a value that {what} in {dtype.name}; export stopped, nothing written."
         )
-    return memoryview(converted.view(np.uint8))
+    return converted.view(np.uint8).data
 
 
 def _copy_files(source_folder: Path, folder: Path, chat_template: str | None) -> None:

@@ -189,12 +189,18 @@ class DecoderLayer(nnx.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+class _Norm(nnx.Module):
+    """The final norm at its path."""
+
+    def __init__(self, config: ModelConfig):
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+
 class Head(nnx.Module):
     """Final norm and, untied, the output projection, at their Hugging Face paths."""
 
     def __init__(self, config: ModelConfig):
-        self.model = nnx.Module()
-        self.model.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.model = _Norm(config)
         tied = config.tie_word_embeddings
         self.lm_head = (
             None if tied else Linear(config.hidden_size, config.vocab_size, has_bias=False)

@@ -72,12 +72,16 @@ def _loss(chunk: int, x: jax.Array, weight: jax.Array, targets: jax.Array) -> ja
     return total
 
 
+_Sums = tuple[jax.Array, jax.Array]
+"""Of losses, and of gradients of the weight."""
+
+
 def _loss_and_gradients(
     chunk: int, x: jax.Array, weight: jax.Array, targets: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
     def of_chunk(
-        sums: tuple[jax.Array, jax.Array], chunk_x: jax.Array, chunk_targets: jax.Array
-    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        sums: _Sums, chunk_x: jax.Array, chunk_targets: jax.Array
+    ) -> tuple[_Sums, jax.Array]:
         total, d_weight = sums
         logits = project_to_vocab(chunk_x, weight)
         losses, log_total, supervised = _losses(logits, chunk_targets)
@@ -90,11 +94,13 @@ def _loss_and_gradients(
         d_x = lax.dot_general(d_logits, weight, (((1,), (0,)), ((), ())))
         return (total + losses.sum(), d_weight), d_x
 
-    sums = (jnp.zeros((), jnp.float32), jnp.zeros(weight.shape, jnp.float32))
-    sums = tuple(vary_like(array, x, weight, targets) for array in sums)
+    sums = (
+        vary_like(jnp.zeros((), jnp.float32), x, weight, targets),
+        vary_like(jnp.zeros(weight.shape, jnp.float32), x, weight, targets),
+    )
     num_full, remainder = divmod(x.shape[0], chunk)
 
-    def visit(sums: tuple, index: jax.Array) -> tuple[tuple, jax.Array]:
+    def visit(sums: _Sums, index: jax.Array) -> tuple[_Sums, jax.Array]:
         return of_chunk(sums, _chunk(x, index, chunk), _chunk(targets, index, chunk))
 
     sums, d_x = lax.scan(visit, sums, jnp.arange(num_full, dtype=jnp.int32))

@@ -109,10 +109,11 @@ def _llama3_frequencies(plain: np.ndarray, rope: RopeParameters) -> np.ndarray:
 
 def _yarn_frequencies(plain: np.ndarray, rope: RopeParameters, dim: int) -> np.ndarray:
     """Blends stretched and plain frequencies linearly in the index of the dimension."""
-    assert rope.original_max_position_embeddings is not None
+    original = rope.original_max_position_embeddings
+    assert original is not None
 
     def dimension_of(rotations: float) -> float:
-        wavelength_ratio = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
+        wavelength_ratio = original / (rotations * 2 * math.pi)
         return dim * math.log(wavelength_ratio) / (2 * math.log(rope.rope_theta))
 
     low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
@@ -121,7 +122,8 @@ def _yarn_frequencies(plain: np.ndarray, rope: RopeParameters, dim: int) -> np.n
     low, high = max(low, 0), min(high, dim - 1)
     width = high - low if high != low else 1e-3
     stretch = np.clip((np.arange(dim // 2) - low) / width, 0.0, 1.0)
-    return plain * (stretch / rope.factor + (1.0 - stretch))
+    blended: np.ndarray = plain * (stretch / rope.factor + (1.0 - stretch))
+    return blended
 
 
 def _yarn_mscale(factor: float, mscale: float) -> float:

@@ -78,10 +78,10 @@ def main() -> None:
         bench_record.save(args.json, report)
 
 
-def adapt(model: nnx.Module) -> slidedp_jax.Adapted:
+def adapt(model: Any) -> slidedp_jax.Adapted:
     """Tunix's Qwen3 as stages: its own embedder, layers and final norm."""
 
-    def layer(module: nnx.Module, x: jax.Array, batch: Any) -> jax.Array:
+    def layer(module: Any, x: jax.Array, batch: Any) -> Any:
         causal = jnp.tril(jnp.ones((1, x.shape[1], x.shape[1]), bool))
         return module(x, batch["positions"], None, causal)[1]
 
@@ -95,7 +95,7 @@ def adapt(model: nnx.Module) -> slidedp_jax.Adapted:
     )
 
 
-def _loss(module: nnx.Module, x: jax.Array, targets: jax.Array) -> jax.Array:
+def _loss(module: Any, x: jax.Array, targets: jax.Array) -> jax.Array:
     """Sum of the supervised tokens' losses, never holding all logits."""
     x = module.final_norm(x)
     output = module.embedder.input_embedding[...].astype(x.dtype)
@@ -137,8 +137,10 @@ def _streamed(model: Any, planned: Any, args: argparse.Namespace) -> tuple[dict[
         max_grad_norm=None,
         device_memory_budget_gib=args.device_memory_gib,
     )
-    options = {"strategy": plan.strategy, "max_grad_norm": None}
-    with slidedp_jax.Trainer(model, optax.adamw(LEARNING_RATE), **options) as trainer:
+    optimizer = optax.adamw(LEARNING_RATE)
+    with slidedp_jax.Trainer(
+        model, optimizer, strategy=plan.strategy, max_grad_norm=None
+    ) as trainer:
         seconds, losses = [], []
         for rows in _steps(args):
             start = time.perf_counter()
@@ -159,13 +161,13 @@ def _resident(model: nnx.Module, args: argparse.Namespace) -> dict[str, Any]:
 
     def loss_sum(masters: Any, rows: jax.Array) -> jax.Array:
         weights = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), masters)
-        module = nnx.merge(graph, weights)
+        module: Any = nnx.merge(graph, weights)
         x = module.embedder.encode(rows)
         for index in range(len(module.layers)):
             layer_graph, layer_state = nnx.split(module.layers[index])
 
             @jax.checkpoint
-            def run(layer_state: Any, x: jax.Array, graph: Any = layer_graph) -> jax.Array:
+            def run(layer_state: Any, x: jax.Array, graph: Any = layer_graph) -> Any:
                 at = jnp.broadcast_to(positions, x.shape[:2])
                 return nnx.merge(graph, layer_state)(x, at, None, causal)[1]
 

@@ -18,19 +18,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     command, rest = (argv[0], argv[1:]) if argv else ("", [])
     if command == "train":
-        from slidedp_jax.train import main as run
-    elif command == "plan":
-        from slidedp_jax.planner.command import main as run
-    elif command == "export":
-        from slidedp_jax.export import main as run
-    elif command == "generate":
-        import slidedp_jax.generate
+        from slidedp_jax.train import main as train
 
-        return slidedp_jax.generate.main(rest) or 0
-    else:
-        print(_USAGE, file=sys.stdout if command in ("-h", "--help") else sys.stderr)
-        return 0 if command in ("-h", "--help") else 2
-    return run(rest)
+        return train(rest)
+    if command == "plan":
+        from slidedp_jax.planner.command import main as plan
+
+        return plan(rest)
+    if command == "export":
+        from slidedp_jax.export import main as export
+
+        return export(rest)
+    if command == "generate":
+        from slidedp_jax.generate import main as generate
+
+        return generate(rest) or 0
+    print(_USAGE, file=sys.stdout if command in ("-h", "--help") else sys.stderr)
+    return 0 if command in ("-h", "--help") else 2
 
 
 if __name__ == "__main__":

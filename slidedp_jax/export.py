@@ -50,8 +50,8 @@ def export_checkpoint(
 ) -> None:
     """Write the weights of a checkpoint, by default the newest of a run, as a model folder."""
     configure(platform="cpu", num_devices=1, num_host_devices=1)
-    from slidedp_jax.checkpoint.record import check_configuration
-    from slidedp_jax.checkpoint.save_restore import list_steps, read_parameter_arrays, read_record
+    from slidedp_jax.checkpoint.record import check_configuration, read_record
+    from slidedp_jax.checkpoint.save_restore import list_steps, read_parameter_arrays
     from slidedp_jax.models.decoder import build
     from slidedp_jax.run.record import read_run
 

@@ -20,7 +20,7 @@ import inspect
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ import numpy as np
 if TYPE_CHECKING:
     import jax
     import orbax.checkpoint as ocp
-    from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive
+    from jax.extend.core import Jaxpr, JaxprEqn, Primitive
 
 # Before JAX's first use.
 
@@ -208,10 +208,11 @@ def page_unlock(device: jax.Device, address: int) -> None:
 def is_ready(array: jax.Array) -> bool:
     """Whether an array's values are there, without waiting for them.
 
-    Relies on `is_ready`, which the type of arrays does not list.
+    Relies on `is_ready`, which the type of arrays does not list. Without it updates would wait for
+    their gradients in the order of the chunks.
     """
-    ready: bool = array.is_ready()  # type: ignore[attr-defined]  # as said
-    return ready
+    unlisted: Any = array
+    return bool(unlisted.is_ready())
 
 
 def cuda_capability(device: jax.Device) -> float | None:
@@ -251,11 +252,35 @@ def called_program(equation: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]] | None:
     inner = equation.params.get("jaxpr") or equation.params.get("call_jaxpr")
     if inner is None:
         return None
-    return getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
+    return jaxpr_of(inner), getattr(inner, "consts", ())
 
 
-def inputs_read(program: ClosedJaxpr) -> list[bool]:
-    """Which inputs of a traced program its results depend on.
+def jaxpr_of(program: Any) -> Jaxpr:
+    """The equations of what `jax.make_jaxpr` returns, or of a program within an equation.
+
+    Such a program holds its constants beside a jaxpr; from JAX 0.12 on it is the jaxpr itself.
+    """
+    jaxpr: Jaxpr = getattr(program, "jaxpr", program)
+    return jaxpr
+
+
+def inner_programs(equation: JaxprEqn) -> Iterator[Jaxpr]:
+    """Programs that an equation runs, calls, loops and branches alike.
+
+    Relies on their being its parameters, or in tuples of them; one that is held otherwise would be
+    left out of what is counted.
+    """
+    from jax.extend.core import Jaxpr
+
+    for value in equation.params.values():
+        for part in value if isinstance(value, tuple | list) else (value,):
+            jaxpr = jaxpr_of(part)
+            if isinstance(jaxpr, Jaxpr):
+                yield jaxpr
+
+
+def inputs_read(program: Any) -> list[bool]:
+    """Which inputs of a traced program (`jax.make_jaxpr`) its results depend on.
 
     Relies on `dce_jaxpr` of `jax.interpreters.partial_eval`. It decides which stage owns a
     parameter, and whether the embedding's gradient needs its weights.
@@ -267,7 +292,8 @@ def inputs_read(program: ClosedJaxpr) -> list[bool]:
         from jax.interpreters.partial_eval import dce_jaxpr
     except ImportError as error:
         raise _changed("jax.interpreters.partial_eval.dce_jaxpr") from error
-    _, used = dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))
+    jaxpr = jaxpr_of(program)
+    _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     return list(used)
 
 
@@ -320,13 +346,12 @@ def _check_pullbacks() -> None:
 
     found: list[set[int | None]] = []
 
-    def trial(weights: Sequence[jax.Array], x: jax.Array) -> jax.Array:
+    def trial(weights: Sequence[jax.Array], x: jax.Array) -> None:
         policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-        y, pullback = jax.vjp(jax.checkpoint(layer, policy=policy), weights, x)
+        _, pullback = jax.vjp(jax.checkpoint(layer, policy=policy), weights, x)
         leaves = jax.tree.leaves(pullback)
         found.append({_index(leaf, (*weights, x)) for leaf in leaves})
         found.append({number for number, leaf in enumerate(leaves) if leaf.shape == (4, 4)})
-        return y
 
     weight = jax.ShapeDtypeStruct((4, 4), np.float32)
     jax.eval_shape(trial, [weight] * 3, jax.ShapeDtypeStruct((2, 4), np.float32))

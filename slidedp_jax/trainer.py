@@ -318,8 +318,8 @@ class Trainer:
         """
         rows = NamedSharding(self._mesh, PartitionSpec(DATA_AXIS))
         with self._reading_weights():
-            batch, last = jax.device_put((dict(batch), last), rows)
-            logits = self._pipeline.next_logits(self.weights, layer_fns, batch, last, caches)
+            placed, at = jax.device_put((dict(batch), last), rows)
+            logits = self._pipeline.next_logits(self.weights, layer_fns, placed, at, caches)
         return np.asarray(logits)
 
     def init_caches(self, num_rows: int, capacity: int) -> list[Cache]:
@@ -458,7 +458,9 @@ class Trainer:
         return [jax.device_put(arrays, rows) for arrays in prepared.microbatches]
 
     def _scalar(self, value: float) -> jax.Array:
-        return jax.device_put(np.float32(value), NamedSharding(self._mesh, PartitionSpec()))
+        everywhere = NamedSharding(self._mesh, PartitionSpec())
+        placed: jax.Array = jax.device_put(np.float32(value), everywhere)
+        return placed
 
 
 def _free(updates: HostOptimizer, store: HostStore) -> None:

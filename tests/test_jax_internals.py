@@ -31,9 +31,11 @@ from slidedp_jax.jax_internals import (
     bytes_of_pieces,
     called_program,
     cuda_capability,
+    inner_programs,
     inputs_read,
     is_fused_attention,
     is_ready,
+    jaxpr_of,
     packed_cudnn_attention,
     page_lock,
     page_unlock,
@@ -351,6 +353,22 @@ def test_loops_and_branches_are_no_calls():
     names = {eqn.primitive.name: called_program(eqn) for eqn in jax.make_jaxpr(program)(1.0).eqns}
     assert {"cond", "scan"} <= names.keys()
     assert {*names.values()} == {None}
+
+
+def test_all_programs_within_an_equation_are_found():
+    def program(x):
+        x = jax.lax.cond(x > 0, jnp.sin, jnp.cos, jax.checkpoint(jnp.exp)(x))
+        x = jax.lax.fori_loop(0, x.astype(int), lambda _, y: jnp.tanh(y), x)
+        return by_own_gradient(x), jax.vmap(lambda y: jnp.log(y))(x[None])
+
+    def names(jaxpr):
+        return {eqn.primitive.name for eqn in jaxpr.eqns} | {
+            name for eqn in jaxpr.eqns for inner in inner_programs(eqn) for name in names(inner)
+        }
+
+    traced = jax.make_jaxpr(jax.jit(program))(1.0)
+    assert {"sin", "cos", "exp", "tanh", "log", "cond", "while"} <= names(jaxpr_of(traced))
+    assert jaxpr_of(jaxpr_of(traced)) is jaxpr_of(traced)
 
 
 def test_what_a_program_reads_is_seen_through_calls_loops_and_branches():

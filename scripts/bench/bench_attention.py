@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
@@ -84,7 +84,7 @@ def variants(args: argparse.Namespace) -> dict[str, Attention]:
 
         return lambda q, k, v: attend(q, k, v, {}, window=None, implementation=implementation)
 
-    def of_jax_nn(implementation: str) -> Attention:
+    def of_jax_nn(implementation: Literal["xla", "cudnn"]) -> Attention:
         return lambda q, k, v: jax.nn.dot_product_attention(
             q, k, v, is_causal=True, implementation=implementation
         )
@@ -108,7 +108,8 @@ def variants(args: argparse.Namespace) -> dict[str, Attention]:
     def pallas_mosaic(q: Any, k: Any, v: Any) -> Any:
         from jax.experimental.pallas.ops.gpu import attention_mgpu
 
-        blocks = dict.fromkeys(("block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), 64)
+        names = ("block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
+        blocks: Any = dict.fromkeys(names, 64)
         config = attention_mgpu.TuningConfig(
             block_q=64, block_kv=128, max_concurrent_steps=2, causal=True, **blocks
         )
@@ -150,9 +151,11 @@ def reference(arrays: list[Any]) -> list[Any]:
 
     wide = [array[:1].astype(jnp.float32) for array in arrays]
     with jax.default_matmul_precision("highest"):
-        return jax.jit(
+        program = jax.jit(
             both(lambda q, k, v: attend(q, k, v, {}, window=None, implementation="chunked"))
-        )(*wide)
+        )
+        results: list[Any] = program(*wide)
+    return results
 
 
 def measure(

@@ -99,7 +99,7 @@ def _failure(statuses: Sequence[int | None], logs: Sequence[Any], timeout_s: flo
     for number, status in enumerate(statuses):
         if status:
             logs[number].seek(0)
-            text = logs[number].read().strip()[-1500:]
+            text: str = logs[number].read().strip()[-1500:]
             if status == OUT_OF_MEMORY:
                 return text[text.rfind(OUT_OF_MEMORY_TEXT) :]
             if status < 0:

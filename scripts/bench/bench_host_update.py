@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
@@ -34,6 +34,7 @@ import bench_record
 from running_copies import Exchange, copier, timed
 
 from slidedp_jax import jax_internals
+from slidedp_jax.update.kernel_form import KernelForm
 
 UPDATE_BYTES = 2 * (2 + 2 + 4 + 4) + 2
 TORCH_BYTES = 2 * (4 + 4 + 4) + 4
@@ -184,20 +185,17 @@ def measure_updates(
     return results
 
 
-def kernel_forms() -> tuple[str, ...]:
-    from typing import get_args
-
-    from slidedp_jax.update.kernel_form import KernelForm
-
+def kernel_forms() -> tuple[KernelForm, ...]:
     return get_args(KernelForm)
 
 
 class UpdateVariant:
     """One form and block size of the update, on a state made for it."""
 
-    def __init__(self, form: str, block_size: int, sharding: Any):
+    def __init__(self, form: KernelForm, block_size: int, sharding: Any):
         import optax
 
+        from slidedp_jax.update.elementwise import ElementwiseOptimizer
         from slidedp_jax.update.treatments import Treatments
         from slidedp_jax.update.update_kernel import UpdateKernels
 
@@ -209,7 +207,9 @@ class UpdateVariant:
             mask=lambda params: {name: leaf.ndim > 1 for name, leaf in params.items()},
         )
         shapes = {"matrix": (1024, 1024), "vector": (1024,)}
-        (self.optimizer,) = Treatments(transformation, shapes).optimizers
+        (optimizer,) = Treatments(transformation, shapes).optimizers
+        assert isinstance(optimizer, ElementwiseOptimizer)
+        self.optimizer = optimizer
         self.sharding = sharding
         self.block_size = block_size
         self.kernels = UpdateKernels(self.optimizer, sharding, block_size=block_size, form=form)
@@ -251,7 +251,8 @@ class UpdateVariant:
 
         def full(value: float, dtype: Any) -> jax.Array:
             make = jax.jit(lambda: jnp.full(size, value, dtype), out_shardings=self.sharding)
-            return jax.block_until_ready(make())
+            array: jax.Array = jax.block_until_ready(make())
+            return array
 
         values = (0.02, 77, *(1e-4 for _ in self.optimizer.state_dtypes))
         dtypes = (jnp.bfloat16, jnp.int16, *self.optimizer.state_dtypes)
@@ -284,7 +285,7 @@ def measure_triad(sharding: Any, args: argparse.Namespace, exchange: Exchange) -
     ones = jax.jit(lambda: jnp.ones(size, jnp.float32), out_shardings=sharding)
     state = {"a": ones(), "b": ones()}
 
-    def piece(a: jax.Array, b: jax.Array) -> jax.Array:
+    def piece(a: Any, b: Any) -> Any:
         a, b = (jax.device_put(x, jax.memory.Space.Device) for x in (a, b))
         return a * jnp.float32(1.0001) + b
 
@@ -388,7 +389,7 @@ def of_the_table(results: list[dict[str, Any]]) -> list[str]:
 def bandwidth(result: dict[str, Any]) -> float:
     """GB/s of the median run alone."""
     moved = result["elements"] * result["bytes_per_element"]
-    return moved / statistics.median(result["seconds"]) / 1e9
+    return float(moved / statistics.median(result["seconds"]) / 1e9)
 
 
 def huge_pages() -> str:

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -87,8 +88,10 @@ def read_raw(files: list[Path], num_threads: int) -> None:
         for file in files:
             size = file.stat().st_size
             step = -(-size // num_threads)
-            for start in range(0, size, step):
-                reads.append(pool.submit(read_stretch, file, start, min(start + step, size)))
+            reads += [
+                pool.submit(read_stretch, file, start, min(start + step, size))
+                for start in range(0, size, step)
+            ]
         for read in reads:
             read.result()
 
@@ -108,7 +111,7 @@ def timed(run: Callable[[], None]) -> tuple[float, int]:
     return time.perf_counter() - start, resident_bytes("VmHWM") - before
 
 
-def measure(folder: Path, config: ModelConfig, options: argparse.Namespace) -> list[dict]:
+def measure(folder: Path, config: ModelConfig, options: argparse.Namespace) -> list[dict[str, Any]]:
     """One record per kind of run, cache state and repetition."""
     files = sorted(folder.glob("*.safetensors"))
     num_bytes = sum(file.stat().st_size for file in files)
@@ -144,7 +147,7 @@ def measure(folder: Path, config: ModelConfig, options: argparse.Namespace) -> l
     return records
 
 
-def print_table(records: list[dict]) -> None:
+def print_table(records: list[dict[str, Any]]) -> None:
     """Medians over the repetitions."""
     print(f"{'run':10} {'cache':6} {'seconds':>8} {'GB/s':>6} {'peak extra MB':>14}")
     for kind, cache in dict.fromkeys((r["kind"], r["cache"]) for r in records):

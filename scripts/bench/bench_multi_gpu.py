@@ -229,7 +229,7 @@ def speed_table(entries: list[dict[str, Any]]) -> str:
 def rate(entry: dict[str, Any]) -> float:
     """Tokens per second of full steps, all devices together."""
     tokens = entry["tokens_per_device"] * entry["num_devices"]
-    return tokens / statistics.median(entry["full_s"])
+    return float(tokens / statistics.median(entry["full_s"]))
 
 
 def dispatch_table(entries: list[dict[str, Any]]) -> str:

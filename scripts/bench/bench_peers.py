@@ -77,10 +77,11 @@ def main() -> None:
         sys.exit(f"--tokens {bad} are no whole rows of {args.seq} on {args.num_gpus} GPUs")
     record = bench_record.record(packages=("torch", "transformers"), results=[], not_run=[])
     for variant in args.variants:
-        job: dict[str, Any] | None = first_job(args, variant)
+        first = first_job(args, variant)
+        job: dict[str, Any] | None = first
         needed_gib = named_config(args.model).num_parameters * OFFLOAD_BYTES / 2**30
         if VARIANTS[variant]["offload"] and args.host_gib and needed_gib > args.host_gib:
-            record["not_run"].append({**job, "reason": f"needs {needed_gib:.0f} GiB on the host"})
+            record["not_run"].append({**first, "reason": f"needs {needed_gib:.0f} GiB on the host"})
             continue
         while job is not None:
             left = args.budget_s - (time.perf_counter() - start)
@@ -112,8 +113,8 @@ def first_job(args: argparse.Namespace, variant: str) -> dict[str, Any]:
     """All token counts of a variant, with as many rows at once as can be expected to fit."""
 
     def rows(tokens: int) -> int:
-        own = tokens // args.seq // args.num_gpus
-        most = args.rows_per_microbatch or own
+        own: int = tokens // args.seq // args.num_gpus
+        most: int = args.rows_per_microbatch or own
         if not args.rows_per_microbatch and not VARIANTS[variant]["recompute"]:
             most = max(1, TOKENS_WITHOUT_RECOMPUTE // args.seq)
         return min(own, most)

@@ -94,4 +94,4 @@ def rss_gib() -> float:
     """Resident memory of this process."""
     import psutil
 
-    return psutil.Process().memory_info().rss / 2**30
+    return float(psutil.Process().memory_info().rss / 2**30)

@@ -226,7 +226,7 @@ def measure(
 
 def device_peak_gib(device: Any) -> float:
     """Largest use of a device's memory since the process began; 0 on CPUs."""
-    return (device.memory_stats() or {}).get("peak_bytes_in_use", 0) / 2**30
+    return float((device.memory_stats() or {}).get("peak_bytes_in_use", 0) / 2**30)
 
 
 COLUMNS = (
@@ -257,7 +257,8 @@ def table(results: list[dict[str, Any]]) -> str:
         resident = statistics.median(r["resident_s"]) if r.get("resident_s") else float("nan")
         streamed = statistics.median(r["streamed_s"])
         full = statistics.median(r["full_s"]) if r.get("full_s") else float("nan")
-        h2d, d2h, update = *r["copies_s"].values(), r.get("host_update_busy_s", 0.0)
+        h2d, d2h = r["copies_s"].values()
+        update = r.get("host_update_busy_s", 0.0)
         mfu = r["model_flops"] / full / r["peak_flops_per_s"] if r["peak_flops_per_s"] else None
         cells = [
             *(r["model"], str(r["tokens"]), r["policy"], f"{resident:.3f}", f"{streamed:.3f}"),

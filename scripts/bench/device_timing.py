@@ -11,7 +11,7 @@ import subprocess
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import bench_record
@@ -25,17 +25,19 @@ class Clocks:
         self._samples: list[tuple[float, list[float]]] = []
         fields = "clocks.sm,power.draw.instant,temperature.gpu"
         query = ["nvidia-smi", "-i", "0", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+        self._process: subprocess.Popen[str] | None = None
         try:
             self._process = subprocess.Popen(
                 [*query, "-lms", "50"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
             )
         except OSError:
-            self._process = None
             return
-        threading.Thread(target=self._read, daemon=True).start()
+        lines = self._process.stdout
+        assert lines is not None
+        threading.Thread(target=self._read, args=(lines,), daemon=True).start()
 
-    def _read(self) -> None:
-        for line in self._process.stdout:
+    def _read(self, lines: Iterable[str]) -> None:
+        for line in lines:
             try:
                 values = [float(value) for value in line.split(",")]
             except ValueError:
@@ -81,7 +83,7 @@ class Bench:
         self.mesh = Mesh(np.array([self.device]), ("data",))
         self.sharding = NamedSharding(self.mesh, PartitionSpec())
         self.weights = weight_path("replicate", self.mesh)
-        self.gradients = GradientPath("reduce_scatter", self.mesh, None, self.dtype)
+        self.gradients = GradientPath("reduce_scatter", self.mesh, self.sharding, self.dtype)
         self.rows_spec, self.same_spec = PartitionSpec("data"), PartitionSpec()
 
         def programs(chunk_tokens: int) -> tuple[Any, Any]:
@@ -228,12 +230,13 @@ class Bench:
         count = max(2, min(60, math.ceil(self.args.burst_s / 4 / max(call(1), 1e-5))))
         begin = time.perf_counter()
         samples = [call(count) * 1e3 for _ in range(4)]
-        row = {"name": name, "ms": statistics.median(samples), "samples_ms": samples}
+        ms = statistics.median(samples)
+        row: dict[str, Any] = {"name": name, "ms": ms, "samples_ms": samples}
         row |= self.clocks.between(begin, time.perf_counter())
-        row |= {"tflops": flops / row["ms"] / 1e9, "compile_s": compile_s, "at_s": self.elapsed_s()}
+        row |= {"tflops": flops / ms / 1e9, "compile_s": compile_s, "at_s": self.elapsed_s()}
         self.rows.append(row)
         print(format_row(row), flush=True)
-        return row["ms"]
+        return ms
 
     def _keep_hlo(self, name: str, compiled: Any) -> None:
         text = compiled.as_text()

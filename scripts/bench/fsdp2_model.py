@@ -110,7 +110,8 @@ def build(
     count = sum(parameter.numel() for parameter in causal_lm.parameters())
     if count != config.num_parameters:
         raise AssertionError(f"{count} parameters here, {config.num_parameters} in the shape")
-    model = LossModel(causal_lm, loss_chunk_tokens=loss_chunk_tokens, compiled=compiled).train()
+    model = LossModel(causal_lm, loss_chunk_tokens=loss_chunk_tokens, compiled=compiled)
+    model.train()
     policies = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),

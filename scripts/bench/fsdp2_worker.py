@@ -205,7 +205,7 @@ def gather(value: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _cuda() -> bool:
-    return torch.cuda.is_available()
+    return bool(torch.cuda.is_available())
 
 
 def _whole(norm: Any) -> float:

@@ -102,7 +102,7 @@ def _kernels_of(name: str, computations: dict[str, tuple[list[str], bool]]) -> l
     for line in computations[name][0]:
         parts = _LINE.match(line)
         match = _OPCODE.match(parts.group(2)) if parts else None
-        if not match:
+        if not parts or not match:
             continue
         result, opcode, rest = match.groups()
         sizes[parts.group(1)] = array_bytes(result)

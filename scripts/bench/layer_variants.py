@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from slidedp_jax.models.attention import attend
@@ -98,17 +99,21 @@ def layer_fn(
     return jax.checkpoint(body) if checkpoint else body
 
 
+Pair = tuple[jax.Array, jax.Array]
+
+
 def one_pass_log_sum_exp(logits: jax.Array) -> jax.Array:
     """log(sum(exp(logits))) over the last axis, maximum and sum in one reading of memory."""
 
-    def join(left: tuple[jax.Array, jax.Array], right: tuple[jax.Array, jax.Array]) -> tuple:
+    def join(left: Pair, right: Pair) -> Pair:
         (left_max, left_sum), (right_max, right_sum) = left, right
         high = jnp.maximum(left_max, right_max)
         return high, left_sum * jnp.exp(left_max - high) + right_sum * jnp.exp(right_max - high)
 
-    lowest = jnp.float32(jnp.finfo(jnp.float32).min)
+    lowest = jnp.float32(np.finfo(np.float32).min)
     start = (lowest, jnp.float32(0))
-    high, total = lax.reduce((logits, jnp.ones_like(logits)), start, join, (logits.ndim - 1,))
+    pair: Pair = lax.reduce((logits, jnp.ones_like(logits)), start, join, (logits.ndim - 1,))
+    high, total = pair
     return high + jnp.log(total)
 
 

@@ -48,7 +48,8 @@ def main() -> None:
         if tokens in job["full_tokens"]:
             full = step_timing.full_steps(job["steps"], trainer, tracer, batch)
             report({"tokens_per_device": tokens, **facts, **full, **memory()})
-    trainer.close()
+    if trainer is not None:
+        trainer.close()
 
 
 def keep_to_share(share: float) -> int:

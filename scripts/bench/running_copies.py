@@ -101,14 +101,14 @@ def copy_until_told(folder: pathlib.Path) -> None:
     copies: list[Callable[[], None]]
     try:
         copies = gpu_copies(num_bytes)
-        about = {"kind": "GPU", "bytes": num_bytes, "modes": ["up", "both"]}
+        modes, about = ["up", "both"], {"kind": "GPU"}
     except Exception as error:  # no GPU, no page-locking: memory to memory still loads the DRAM
         copies = [memory_copy(num_bytes)]
-        about = {"kind": "memory to memory, one thread", "bytes": num_bytes, "modes": ["up"]}
+        modes, about = ["up"], {"kind": "memory to memory, one thread"}
         about["no_gpu"] = f"{type(error).__name__}: {error}"[:200]
     mode = folder / "mode"
-    (folder / "modes").write_text(" ".join(about["modes"]))
-    print(json.dumps(about), flush=True)
+    (folder / "modes").write_text(" ".join(modes))
+    print(json.dumps({**about, "bytes": num_bytes, "modes": modes}), flush=True)
 
     def work(index: int) -> None:
         wanted = ("up", "both") if index == 0 else ("both",)

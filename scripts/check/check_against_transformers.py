@@ -21,6 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 from pydoc_data import topics
+from typing import Any
 
 STEPS, ROWS, TOKENS, LEARNING_RATE, WEIGHT_DECAY = 10, 2, 128, 2e-5, 0.1
 FIRST_LOSS_LIMIT, FIRST_NORM_LIMIT, CURVE_LIMIT = 1e-4, 1e-4, 1e-2
@@ -40,7 +41,7 @@ def chats() -> list[list[dict[str, str]]]:
     ]
 
 
-def train_here(folder: Path, rows: Path, out: Path) -> list[dict]:
+def train_here(folder: Path, rows: Path, out: Path) -> list[dict[str, Any]]:
     """Ten steps of the command; its metrics."""
     settings = {
         "model_name_or_path": folder,
@@ -121,7 +122,8 @@ def generate_from(export: Path) -> str:
         return_tensors="pt",
     )
     output = model.generate(**inputs, max_new_tokens=24, do_sample=False)
-    return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    new = output[0, inputs["input_ids"].shape[1] :]
+    return str(tokenizer.decode(new, skip_special_tokens=True))
 
 
 def main() -> int:

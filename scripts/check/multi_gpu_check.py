@@ -27,6 +27,8 @@ import step_timing
 from bench_children import Report
 
 import slidedp_jax
+from slidedp_jax.planner.hardware import ComputeDtype
+from slidedp_jax.planner.strategy import GradientRoute, WeightRoute
 
 TOLERANCES = {
     "float32": {"loss": 1e-5, "norm": 1e-5, "parameters": 1e-5},
@@ -203,9 +205,9 @@ class Check:
         self,
         num_devices: int,
         *,
-        dtype: str,
-        weight_route: str = "replicate",
-        gradient_route: str = "reduce_scatter",
+        dtype: ComputeDtype,
+        weight_route: WeightRoute = "replicate",
+        gradient_route: GradientRoute = "reduce_scatter",
         resident_chunks: int = 0,
     ) -> Any:
         import optax

@@ -206,7 +206,9 @@ def initial_weights(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
     hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries = config["num_attention_heads"] * head
     keys = config["num_key_value_heads"] * head
-    shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config["vocab_size"], hidden)
+    }
     for layer in range(config["num_hidden_layers"]):
         of_layer = {
             "input_layernorm": (hidden,),

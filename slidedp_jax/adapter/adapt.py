@@ -99,7 +99,12 @@ def adapt(
     Raises:
       UserError: the model does not fit, with what was found and what to change.
     """
-    parts = {"layers": layers, "embed": embed, "layer": layer, "head_loss": head_loss}
+    parts: dict[str, Any] = {
+        "layers": layers,
+        "embed": embed,
+        "layer": layer,
+        "head_loss": head_loss,
+    }
     if isinstance(model, nnx.Module):
         source = from_nnx(model, **parts, dropout=dropout)
     else:

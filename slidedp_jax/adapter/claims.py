@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,6 +184,6 @@ def _check_claims(
         )
 
 
-def _some(names: set[str]) -> str:
+def _some(names: Set[str]) -> str:
     listed = ", ".join(sorted(names)[:5])
     return listed if len(names) <= 5 else f"{listed} and {len(names) - 5} more"

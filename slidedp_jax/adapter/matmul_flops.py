@@ -3,49 +3,39 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from slidedp_jax.jax_internals import inner_programs, jaxpr_of
 
 
-def matmul_flops(program: ClosedJaxpr | Jaxpr) -> float:
+def matmul_flops(program: Any) -> float:
     """Operations of all `dot_general` and convolutions of a program, 2 per multiplication and sum.
 
     Loops of known length count each turn, of branches the dearest one counts. Kernels that are
     opaque to JAX count as they estimate themselves, or nothing.
     """
-    jaxpr = program.jaxpr if isinstance(program, ClosedJaxpr) else program
-    return sum(_equation_flops(equation) for equation in jaxpr.eqns)
+    return sum(_equation_flops(equation) for equation in jaxpr_of(program).eqns)
 
 
 def _equation_flops(equation: Any) -> float:
     name = equation.primitive.name
     if name == "dot_general":
         (contracted, _), _ = equation.params["dimension_numbers"]
-        left = equation.invars[0].aval.shape
-        return (
+        left: tuple[int, ...] = equation.invars[0].aval.shape
+        return float(
             2.0
             * math.prod(equation.outvars[0].aval.shape)
             * math.prod(left[axis] for axis in contracted)
         )
     if name == "conv_general_dilated":
-        kernel = equation.invars[1].aval.shape
+        kernel: tuple[int, ...] = equation.invars[1].aval.shape
         numbers = equation.params["dimension_numbers"]
         per_output = math.prod(kernel) / kernel[numbers.rhs_spec[0]]
-        return 2.0 * math.prod(equation.outvars[0].aval.shape) * per_output
+        return float(2.0 * math.prod(equation.outvars[0].aval.shape) * per_output)
     if name == "pallas_call":
         estimate = equation.params.get("cost_estimate")
         return float(estimate.flops) if estimate is not None else 0.0
-    inner = [matmul_flops(part) for part in _inner_programs(equation.params)]
+    inner = [matmul_flops(part) for part in inner_programs(equation)]
     if name == "cond":
         return max(inner, default=0.0)
     return equation.params.get("length", 1) * sum(inner) if name == "scan" else sum(inner)
-
-
-def _inner_programs(params: dict[str, Any]) -> Iterator[ClosedJaxpr | Jaxpr]:
-    """Programs that an equation calls."""
-    for value in params.values():
-        for part in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(part, ClosedJaxpr | Jaxpr):
-                yield part

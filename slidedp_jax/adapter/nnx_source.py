@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -78,9 +78,9 @@ class Split:
     """
 
     def __init__(self, module: nnx.Module, dropout: bool):
-        self._graph, parameters, keys, counts, rest = nnx.split(
-            module, nnx.Param, nnx.RngKey, nnx.RngCount, ...
-        )
+        graph, parameters, *others = nnx.split(module, nnx.Param, nnx.RngKey, nnx.RngCount, ...)
+        keys, counts, rest = others
+        self._graph: nnx.GraphDef[nnx.Module] = graph
         self.tree: Tree = jax.tree.map(shape_of, nnx.to_pure_dict(parameters))
         self._keys = jax.tree.map(_key_constant, nnx.to_pure_dict(keys))
         self._counts = jax.tree.map(_count, nnx.to_pure_dict(counts))
@@ -91,10 +91,11 @@ class Split:
         """Whether both are the same code over parameters of the same shapes."""
         if self._graph != other._graph or self.tree != other.tree:
             return False
-        mine, theirs = jax.tree.flatten(self._rest), jax.tree.flatten(other._rest)
-        return mine[1] == theirs[1] and all(
+        mine, structure = _flat(self._rest)
+        theirs, other_structure = _flat(other._rest)
+        return structure == other_structure and all(
             a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-            for a, b in zip(mine[0], theirs[0], strict=True)
+            for a, b in zip(mine, theirs, strict=True)
         )
 
     def wrap(self, fn: Callable[..., Any], what: str) -> Callable[..., Any]:
@@ -151,6 +152,11 @@ class Split:
                 "they depend on seed, step, row and layer alone, or switch them off with "
                 "model.eval()"
             )
+
+
+def _flat(constants: Any) -> tuple[list[np.ndarray], Hashable]:
+    leaves, structure = jax.tree.flatten(constants)
+    return leaves, structure
 
 
 class _KeyData:
@@ -212,7 +218,7 @@ def _refuse_shared(model: nnx.Module, nodes: Sequence[tuple[str, nnx.Module]]) -
             raise _shared(owners[id(variable)], name)
 
 
-def _parameters(module: nnx.Module) -> list[tuple[str, nnx.Variable]]:
+def _parameters(module: nnx.Module) -> list[tuple[str, nnx.Variable[Any]]]:
     return [
         (".".join(map(str, path)), node)
         for path, node in nnx.iter_graph(module)

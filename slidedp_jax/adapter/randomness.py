@@ -44,6 +44,7 @@ def row_by_row(fn: Callable[..., Any], seeds: jax.Array, stage: Any, rows: Any) 
     """
 
     def one(row: Any, seeds: jax.Array) -> Any:
-        return fn(jax.tree.map(lambda a: a[None], row), row_key(*seeds, stage))
+        seed, step, place = seeds
+        return fn(jax.tree.map(lambda a: a[None], row), row_key(seed, step, place, stage))
 
     return jax.vmap(one)(rows, seeds)

@@ -9,7 +9,7 @@ is what rows cost. Letters: T tokens of a row, D hidden, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,7 +170,7 @@ class _Probe:
             temporaries.append(temporary_bytes(compiled))
             traffic.append(bytes_accessed(compiled))
 
-        def per_token(figures: list[float]) -> int:
+        def per_token(figures: Sequence[float]) -> int:
             added = max(0.0, figures[1] - figures[0])
             return math.ceil(added / (self._tokens * self._dtype.itemsize))
 
@@ -184,7 +184,8 @@ class _Probe:
             pullback = jax.eval_shape(
                 lambda p, h, b: jax.vjp(lambda p, h: fn(p, h, b), p, h)[1], params, x, batch
             )
-            return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pullback))
+            leaves = jax.tree.leaves(pullback)
+            return float(sum(leaf.size * leaf.dtype.itemsize for leaf in leaves))
 
         return math.ceil((kept(2) - kept(1)) / (self._tokens * self._dtype.itemsize))
 

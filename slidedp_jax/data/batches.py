@@ -279,8 +279,12 @@ class BatchSource:
                 "max_seq_length, packing and seed, or start a new run"
             )
         epoch, next_row = state.get("epoch"), state.get("next_row")
-        numbers = isinstance(epoch, int) and isinstance(next_row, int)
-        if not numbers or epoch < 0 or not 0 <= next_row < self.num_rows:
+        if not (
+            isinstance(epoch, int)
+            and isinstance(next_row, int)
+            and epoch >= 0
+            and 0 <= next_row < self.num_rows
+        ):
             raise UserError(
                 f"the stored data position is epoch {epoch}, row {next_row} of {self.num_rows}; "
                 "the stored state is damaged"

@@ -43,7 +43,7 @@ class ChatTemplateError(UserError):
 class _Generation(Extension):
     """`{% generation %}`: prints its body, in a scope of its own."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags: set[str] = {"generation"}  # noqa: RUF012 - declared so by Jinja
     marks: ClassVar[tuple[str, str] | None] = None
 
     def parse(self, parser: Any) -> nodes.Node:

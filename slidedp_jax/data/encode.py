@@ -206,7 +206,8 @@ def token_begins(offsets: Sequence[Span]) -> np.ndarray:
     """
     places = np.array(offsets, np.int64).reshape(-1, 2)
     ends = np.maximum.accumulate(places[:, 1])
-    return np.minimum(places[:, 0], np.concatenate([[0], ends[:-1]])[: len(places)])
+    begins: np.ndarray = np.minimum(places[:, 0], np.concatenate([[0], ends[:-1]])[: len(places)])
+    return begins
 
 
 def begin_inside(begins: np.ndarray, spans: Sequence[Span]) -> np.ndarray:

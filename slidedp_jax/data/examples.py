@@ -71,8 +71,8 @@ class Examples:
     def fingerprint(self) -> str:
         """Digest of tokens, labels and boundaries, the same on every machine."""
         digest = hashlib.blake2b(digest_size=16)
-        digest.update(np.ascontiguousarray(self.offsets, "<i8"))
-        digest.update(np.ascontiguousarray(self.coded, "<i4"))
+        digest.update(np.ascontiguousarray(self.offsets, "<i8").data)
+        digest.update(np.ascontiguousarray(self.coded, "<i4").data)
         return digest.hexdigest()
 
 

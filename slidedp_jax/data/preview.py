@@ -26,7 +26,7 @@ def preview(examples: Examples, tokenizer: Tokenizer, index: int = 0) -> str:
     runs = np.split(ids, np.flatnonzero(np.diff(supervised)) + 1)
     pieces, learnt = [], bool(supervised[0])
     for run in runs:
-        text = tokenizer.decode(run)
+        text = tokenizer.decode(run.tolist())
         pieces.append(f"{BEGIN}{text}{END}" if learnt else text)
         learnt = not learnt
     heading = (

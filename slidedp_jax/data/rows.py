@@ -167,10 +167,8 @@ def _completion_row(fields: Fields) -> tuple[Row, tuple[str, ...]]:
         turns = [*with_system(fields, asked), *said]
         row = _chat_row(fields, turns, "prompt + completion")
         return row, (*pair, *_OF_CONVERSATIONS)
-    row = CompletionRow(
-        source=fields.source, prompt=fields.text("prompt"), completion=fields.text("completion")
-    )
-    return row, pair
+    prompt, completion = fields.text("prompt"), fields.text("completion")
+    return CompletionRow(source=fields.source, prompt=prompt, completion=completion), pair
 
 
 def _instruction_row(fields: Fields) -> tuple[ChatRow, tuple[str, ...]]:

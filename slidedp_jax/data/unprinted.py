@@ -112,11 +112,12 @@ def _pieces_of(message: dict[str, Any]) -> Iterator[tuple[str, list[Piece]]]:
     thoughts += [message[key] for key in _REASONING_KEYS if isinstance(message.get(key), str)]
     calls = [piece for call in message.get("tool_calls", ()) for piece in _call_pieces(call)]
     thoughts = list(dict.fromkeys(text for thought in thoughts if (text := thought.strip())))
-    for kind, pieces in (
-        (REASONING, [(thought,) for thought in thoughts]),
-        (CONTENT, [(text,) for word in words if (text := word.strip())]),
-        (CALLS, calls),
-    ):
+    found: dict[str, list[Piece]] = {
+        REASONING: [(thought,) for thought in thoughts],
+        CONTENT: [(text,) for word in words if (text := word.strip())],
+        CALLS: calls,
+    }
+    for kind, pieces in found.items():
         if pieces:
             yield kind, pieces
 

@@ -11,6 +11,8 @@ import time
 from types import FrameType
 from typing import Any
 
+import numpy as np
+
 import slidedp_jax
 from slidedp_jax.checkpoint.save_restore import keep_last, restore, save
 from slidedp_jax.generate import encode_prompt, generate
@@ -172,7 +174,7 @@ class Run:
         start = time.perf_counter()
         batch = next(self._inputs.source)
         data_s = time.perf_counter() - start
-        arrays = batch.arrays | {"row_ids": batch.row_ids}
+        arrays = batch.arrays | {"row_ids": np.array(batch.row_ids)}
         if batch.one_document_per_row and not self._args.packing:
             # Padding is on the right, so causal attention alone keeps documents apart.
             del arrays["segment_ids"]
@@ -214,6 +216,7 @@ class Run:
 
     def _evaluate(self, trainer: Trainer, step: int, progress: Progress) -> None:
         """Loss over all held-out rows, weighted by their supervised tokens."""
+        assert self._inputs.evaluation is not None
         total, count = 0.0, 0
         start = time.perf_counter()
         for batch in self._inputs.evaluation.one_epoch():

@@ -8,10 +8,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
+
+if TYPE_CHECKING:
+    import rich.progress
 
 _COLUMNS = ("loss", "grad_norm", "learning_rate", "tokens_per_second")
 
@@ -42,7 +45,7 @@ class Progress:
         self._first = first_step
         self._start = time.perf_counter()
         self._process = psutil.Process()
-        self._bar = self._task = None
+        self._bar: rich.progress.Progress | None = None
         if bar and sys.stdout.isatty():
             self._open_bar(first_step, num_steps)
 
@@ -56,7 +59,7 @@ class Progress:
             TextColumn("{task.description}"),
             TimeRemainingColumn(),
         )
-        self._task = self._bar.add_task("", total=num_steps, completed=first_step)
+        self._bar.add_task("", total=num_steps, completed=first_step)
         self._bar.start()
 
     def step(self, record: dict[str, Any]) -> None:
@@ -73,7 +76,8 @@ class Progress:
             f"{name} {record[name]:.4g}" for name in _COLUMNS if record.get(name) is not None
         )
         if self._bar is not None:
-            self._bar.update(self._task, completed=record["step"], description=text)
+            (task,) = self._bar.task_ids
+            self._bar.update(task, completed=record["step"], description=text)
         elif record["step"] % self._logging_steps == 0 or record["step"] == self._num_steps:
             eta = record["eta_s"]
             self.say(f"step {record['step']}/{self._num_steps}  {text}  eta {eta:.0f} s")

@@ -122,7 +122,9 @@ def cut(array: jax.Array, start: int, size: int, block_size: int) -> jax.Array:
     rows = len(array) // block_size
     count = min(rows, -(-size // block_size) + 1)
     first = min(start // block_size, rows - count)
-    return _cut_rows(array, first, start - first * block_size, count, size, block_size)
+    offset = start - first * block_size
+    elements: jax.Array = _cut_rows(array, first, offset, count, size, block_size)
+    return elements
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4, 5))

@@ -139,8 +139,7 @@ def check_parameters(parameters: object) -> None:
     Raises:
       UserError: they are not.
     """
-    kinds = Mapping | Callable | ToBeRestored | None
-    if not isinstance(parameters, kinds):
+    if not (callable(parameters) or isinstance(parameters, Mapping | ToBeRestored | None)):
         raise UserError(
             f"parameters={parameters!r}; pass a mapping from full name to array, a function that "
             "is handed write(name, array), or None for the model's own values"

@@ -197,7 +197,8 @@ class Pipeline:
             if chunk > 1 or not self._tied:
                 weights.release(chunk - 1)
             self._prefetch(weights, range(chunk + 1, self._head + 1))
-        logits = self._programs.logits_at(weights.take(self._head)[0], embed, x, last)
+        head = weights.take(self._head)[0]
+        logits: jax.Array = self._programs.logits_at(head, embed, x, last)
         jax.block_until_ready(logits)
         for chunk in (self._head - 1, self._head, *([0] if self._tied else [])):
             weights.release(chunk)
@@ -380,7 +381,11 @@ class Pipeline:
         return self._sent(chunk, self._programs.wire.pack(layout, sums), squares, sink), None
 
     def _sent(
-        self, chunk: int, packed: Any, squares: list[jax.Array | None], sink: GradientSink
+        self,
+        chunk: int,
+        packed: tuple[Any, jax.Array],
+        squares: list[jax.Array | None],
+        sink: GradientSink,
     ) -> jax.Array:
         """Start the copy of packed gradients to the host; returns what marks their end."""
         wires, end = packed

@@ -68,7 +68,9 @@ class ComputePrograms:
     def layer_index(self, index: int) -> jax.Array:
         """A layer's index on every device, int32 [G], as the batches carry it."""
         mesh = self._on_devices.mesh
-        return jax.device_put(np.full(mesh.size, index, np.int32), NamedSharding(mesh, ROWS))
+        rows = NamedSharding(mesh, ROWS)
+        placed: jax.Array = jax.device_put(np.full(mesh.size, index, np.int32), rows)
+        return placed
 
     def backward(
         self, key: tuple[Any, ...], *, kept: bool, above: ChunkLayout | None = None

@@ -13,6 +13,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+Index = tuple["slice[int | None, int | None, None]", ...] | None
+"""A shard's place in its array; of flat arrays, one slice."""
+
 
 def upload(
     pieces: Sequence[np.ndarray], sharding: NamedSharding, shape: tuple[int, ...]
@@ -24,9 +27,11 @@ def upload(
     size = pieces[0].shape[0]
     in_host_memory = sharding.mesh.devices.flat[0].platform == "cpu"
 
-    def shard(index: tuple[slice, ...]) -> np.ndarray:
-        piece = pieces[(index[0].start or 0) // size]
-        return piece.copy() if in_host_memory else piece
+    def shard(index: Index) -> np.ndarray:
+        piece: np.ndarray = pieces[_start(index) // size]
+        if in_host_memory:
+            piece = piece.copy()
+        return piece
 
     # One call for all devices; a list of arrays for `device_put` costs several times as much.
     return jax.make_array_from_callback(shape, sharding, shard)
@@ -36,9 +41,9 @@ def download(array: jax.Array) -> jax.Array:
     """Start copying a device array into pinned host memory, with the same mesh and spec."""
     sharding = array.sharding
     assert isinstance(sharding, NamedSharding)
-    return jax.device_put(
-        array, NamedSharding(sharding.mesh, sharding.spec, memory_kind="pinned_host")
-    )
+    pinned = NamedSharding(sharding.mesh, sharding.spec, memory_kind="pinned_host")
+    copy: jax.Array = jax.device_put(array, pinned)
+    return copy
 
 
 def on_host_devices(parts: Sequence[np.ndarray], sharding: NamedSharding, size: int) -> jax.Array:
@@ -48,5 +53,10 @@ def on_host_devices(parts: Sequence[np.ndarray], sharding: NamedSharding, size: 
     """
     piece = len(parts[0])
     return jax.make_array_from_callback(
-        (size,), sharding, lambda index: parts[(index[0].start or 0) // piece]
+        (size,), sharding, lambda index: parts[_start(index) // piece]
     )
+
+
+def _start(index: Index) -> int:
+    assert index is not None
+    return index[0].start or 0

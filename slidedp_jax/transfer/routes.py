@@ -78,7 +78,8 @@ class ShardAllGather:
 
     def assemble(self, arrays: Sequence[jax.Array]) -> jax.Array:
         """Concatenate the own share, then gather the shares in device order."""
-        return jax.lax.all_gather(_concatenate(arrays), DATA_AXIS, tiled=True)
+        gathered: jax.Array = jax.lax.all_gather(_concatenate(arrays), DATA_AXIS, tiled=True)
+        return gathered
 
 
 def weight_path(route: WeightRoute, mesh: Mesh) -> WeightPath:
@@ -139,7 +140,8 @@ class GradientPath:
         """
         if gradient.dtype != self.wire_dtype or self.wire_dtype == jnp.float32:
             wide = gradient.astype(jnp.float32)
-            return jax.lax.psum_scatter(wide, DATA_AXIS, tiled=True)
+            share: jax.Array = jax.lax.psum_scatter(wide, DATA_AXIS, tiled=True)
+            return share
         shares = gradient.reshape(self._mesh.size, -1)
         received = jax.lax.all_to_all(shares, DATA_AXIS, split_axis=0, concat_axis=0)
         return jnp.sum(received.astype(jnp.float32), axis=0)

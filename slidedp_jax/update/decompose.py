@@ -130,7 +130,10 @@ class DecomposedOptimizer:
     def state_shapes(self, group: int) -> list[jax.ShapeDtypeStruct]:
         """State of the group's representative."""
         values = jax.ShapeDtypeStruct(self.shape(group), jnp.float32)
-        return jax.eval_shape(lambda leaf: self.init(group, leaf), values)
+        shapes: list[jax.ShapeDtypeStruct] = jax.eval_shape(
+            lambda leaf: self.init(group, leaf), values
+        )
+        return shapes
 
     def _meaning(
         self, params: Mapping[str, Any], programs: Mapping[str, LeafProgram]

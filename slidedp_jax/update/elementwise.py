@@ -114,7 +114,11 @@ def _trial_steps(
     shape = (matrix if rank >= 2 else (start.size,)) if pieces == 1 else None
     blocks = ElementwiseOptimizer(optimizer, [group])
     init = jax.jit(lambda part: blocks.init_block(0, part, shape))
-    step = jax.jit(lambda *block: blocks.update_block(0, *block, shape))
+    step = jax.jit(
+        lambda values, gradients, state, shared: blocks.update_block(
+            0, values, gradients, state, shared, shape
+        )
+    )
     advance = jax.jit(optimizer.advance_shared)
     parts = [jnp.asarray(part) for part in np.split(start, pieces)]
     states = [init(part) for part in parts]

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import optax
 
-from slidedp_jax.jax_internals import called_program
+from slidedp_jax.jax_internals import called_program, jaxpr_of
 
 _SHAPES = re.compile(r"\[[\d,]*\]")
 
@@ -80,7 +80,7 @@ def leaf_programs(
     closed, out_shape = jax.make_jaxpr(step, return_shape=True)(params, params, state)
     inputs = [*_roles("parameter", params, params), *_roles("gradient", params, params)]
     inputs += _roles("state", state, params)
-    outputs = _interpret(closed.jaxpr, closed.consts, inputs)
+    outputs = _interpret(jaxpr_of(closed), closed.consts, inputs)
     owned: dict[str | None, list[_Node]] = {name: [] for name in (None, *params)}
     for node, (path, _) in zip(outputs, _flat(out_shape), strict=True):
         owned[owner_of(path, params)].append(node)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,12 @@ from slidedp_jax.update.elementwise import ElementwiseOptimizer
 from slidedp_jax.update.kernel_form import KernelForm, check_form
 
 _REPLICATED = PartitionSpec()
+
+_Arrays = tuple[jax.Array, ...]
+_Scalars = tuple[_Arrays, jax.Array, jax.Array]
+"""Shared optimizer state, the norm and its limit."""
+
+_Tree = TypeVar("_Tree")
 
 
 class UpdateKernels:
@@ -112,7 +118,9 @@ class UpdateKernels:
 
     def init(self, layout: FlatLayout, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """Starting optimizer state of a chunk whose master weights are set; arrays are donated."""
-        return jax.block_until_ready(self._init(tuple(arrays), (), (), self._groups(layout)))
+        made: tuple[jax.Array, ...] = self._init(tuple(arrays), (), (), self._groups(layout))
+        jax.block_until_ready(made)
+        return made
 
     def start_update(
         self,
@@ -134,7 +142,10 @@ class UpdateKernels:
           max_norm: limit of the norm, infinity for none.
         """
         scalars = (tuple(shared), *self._place_limits(norm, max_norm))
-        return self._update(tuple(arrays), tuple(gradients), scalars, self._groups(layout))
+        updated: tuple[jax.Array, ...] = self._update(
+            tuple(arrays), tuple(gradients), scalars, self._groups(layout)
+        )
+        return updated
 
     def sum_of_squares(self, gradients: Sequence[jax.Array]) -> np.ndarray:
         """Sums of squares of the summed gradient, float32 [K], one per host device."""
@@ -148,11 +159,13 @@ class UpdateKernels:
             self._block_groups[layout.name] = groups
         return self._block_groups[layout.name]
 
-    def _update_piece(self, arrays: Any, gradients: Any, scalars: Any, groups: Any) -> Any:
+    def _update_piece(
+        self, arrays: _Arrays, gradients: _Arrays, scalars: _Scalars, groups: jax.Array
+    ) -> _Arrays:
         arrays, gradients, scalars, groups = _in_device_space((arrays, gradients, scalars, groups))
         shared, norm, max_norm = scalars
 
-        def updated(group: int, arrays: Any, gradients: Any) -> list[jax.Array]:
+        def updated(group: int, arrays: _Arrays, gradients: _Arrays) -> list[jax.Array]:
             """Master weights and state after the step, all as one group's."""
             gradient = clip(sum_in_order(gradients), norm, max_norm)
             master = _join_numbers(arrays[0], arrays[1])
@@ -168,13 +181,15 @@ class UpdateKernels:
             values, *state = (_select(groups, list(c)) for c in zip(*candidates, strict=True))
             return (*_split_result(values), *state)
 
-        def step(group: int, arrays: Any, gradients: Any) -> tuple[jax.Array, ...]:
+        def step(group: int, arrays: _Arrays, gradients: _Arrays) -> _Arrays:
             values, *state = updated(group, arrays, gradients)
             return (*_split_result(values), *state)
 
         return self._over_blocks(step, arrays, gradients, groups)
 
-    def _init_piece(self, arrays: Any, gradients: Any, scalars: Any, groups: Any) -> Any:
+    def _init_piece(
+        self, arrays: _Arrays, gradients: _Arrays, scalars: _Arrays, groups: jax.Array
+    ) -> _Arrays:
         arrays, groups = _in_device_space((arrays, groups))
 
         master = join(arrays[0], arrays[1])
@@ -184,7 +199,13 @@ class UpdateKernels:
         states = [_select(groups, list(state)) for state in zip(*per_group, strict=True)]
         return (arrays[0], arrays[1], *states)
 
-    def _over_blocks(self, step: Any, arrays: Any, gradients: Any, groups: jax.Array) -> Any:
+    def _over_blocks(
+        self,
+        step: Callable[[int, _Arrays, _Arrays], _Arrays],
+        arrays: _Arrays,
+        gradients: _Arrays,
+        groups: jax.Array,
+    ) -> _Arrays:
         """Walk over the blocks of each group in turn; `groups` is sorted.
 
         One loop per group rather than one that computes all groups' candidates and selects: half
@@ -195,7 +216,7 @@ class UpdateKernels:
         def cut(array: jax.Array, number: jax.Array) -> jax.Array:
             return jax.lax.dynamic_slice(array, (number * size,), (size,))
 
-        def body(group: int, number: jax.Array, arrays: Any) -> Any:
+        def body(group: int, number: jax.Array, arrays: _Arrays) -> _Arrays:
             block = step(
                 group,
                 tuple(cut(array, number) for array in arrays),
@@ -208,7 +229,7 @@ class UpdateKernels:
                 for array, part in zip(arrays, block, strict=True)
             )
 
-        arrays, start = tuple(arrays), 0
+        start: int | jax.Array = 0
         for group in range(self._optimizer.num_groups):
             last = group == self._optimizer.num_groups - 1
             end = groups.shape[0] if last else jnp.sum(groups <= group, dtype=jnp.int32)
@@ -217,9 +238,10 @@ class UpdateKernels:
         return arrays
 
 
-def _in_device_space(tree: Any) -> Any:
+def _in_device_space(tree: _Tree) -> _Tree:
     """Tell the tracer that host arrays are ordinary operands; on CPU devices this moves nothing."""
-    return jax.tree.map(lambda leaf: jax.device_put(leaf, jax.memory.Space.Device), tree)
+    moved: _Tree = jax.tree.map(lambda leaf: jax.device_put(leaf, jax.memory.Space.Device), tree)
+    return moved
 
 
 def sum_in_order(gradients: Sequence[jax.Array]) -> jax.Array:

@@ -45,6 +45,21 @@ def test_convolutions_are_counted():
     assert matmul_flops(traced) == 2 * (2 * 10 * 6) * (4 * 3)
 
 
+def test_kernels_count_as_they_estimate_themselves():
+    from jax.experimental import pallas
+
+    def kernel(estimate):
+        def copy(x, out):
+            out[...] = x[...]
+
+        shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+        return pallas.pallas_call(copy, out_shape=shape, cost_estimate=estimate)
+
+    estimate = pallas.CostEstimate(flops=123, bytes_accessed=0, transcendentals=0)
+    counts = [matmul_flops(jax.make_jaxpr(kernel(e))(jnp.ones((8, 8)))) for e in (estimate, None)]
+    assert counts == [123, 0]
+
+
 def test_a_decoder_is_measured_as_it_is_described():
     """Our own decoder, whose products are known from its description."""
     config = named_config("tiny")
