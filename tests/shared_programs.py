@@ -10,7 +10,7 @@ import functools
 import numpy as np
 from jax._src import cache_key, compiler
 
-from slidedp_jax import trainer
+from slidedp_jax import assembly
 from slidedp_jax.models import decoder
 from slidedp_jax.update import treatments
 
@@ -72,7 +72,7 @@ def _share_traces() -> None:
 
     build_shared.cache_clear = build_once.cache_clear
     decoder.build = build_shared
-    make_wire, make_programs = trainer.WirePrograms, trainer.ComputePrograms
+    make_wire, make_programs = assembly.WirePrograms, assembly.ComputePrograms
 
     def wire_once(on_devices, weights, gradients):
         route = type(weights), gradients.sums_on_host, gradients.wire_dtype
@@ -89,7 +89,7 @@ def _share_traces() -> None:
             return _traced.setdefault(key, programs) if _active else programs
         return _traced[key]
 
-    trainer.WirePrograms, trainer.ComputePrograms = wire_once, programs_once
+    assembly.WirePrograms, assembly.ComputePrograms = wire_once, programs_once
 
 
 def _share_trials_of_optimizers() -> None:
