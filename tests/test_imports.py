@@ -22,7 +22,7 @@ FLOORS = [
     {"step"},
     {"checkpoint", "assembly"},
     {"trainer"},
-    {"generate"},
+    {"generate", "pretrained"},
     {"run"},
     {"export"},
     {"train"},

@@ -38,6 +38,10 @@ class StepMetrics:
         self._losses = losses
         self._update = update
 
+    def __str__(self) -> str:
+        skipped = ", skipped" if self.skipped else ""
+        return f"step {self.step}: loss {self.loss:.4f}, grad norm {self.grad_norm:.4f}{skipped}"
+
     @cached_property
     def loss(self) -> float:
         """Mean loss of the supervised tokens, before the step's update."""
