@@ -57,16 +57,8 @@ def test_a_users_names_and_ours_do_not_meet(where, packages, tmp_path):
     assert "tokens/s" in run(["-m", "slidedp_jax.planner", *JOB], path=path, cwd=working)
 
 
-JOB = [
-    "--preset",
-    "qwen3-4b",
-    "--hardware",
-    "h200",
-    "--tokens_per_step",
-    "8192",
-    "--seq_length",
-    "4096",
-]
+JOB = ["--preset", "qwen3-4b", "--hardware", "h200", "--tokens_per_step", "8192"]
+JOB += ["--seq_length", "4096"]
 
 
 def test_the_planner_is_a_command_in_the_clone():
