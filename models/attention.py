@@ -2,22 +2,21 @@
 
 Two implementations of causal grouped-query attention: `chunked` (any backend and dtype) and `cudnn`
 (bfloat16 or float16 on NVIDIA GPUs). Rows packed from several documents use cuDNN's ragged layout
-through a call that JAX does not export; it is checked by signature before use. Asking for a kernel
-that cannot run is an error; `auto` says in words what it chose.
+where this version of JAX has it. Asking for a kernel that cannot run is an error; `auto` says in
+words what it chose.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from slidedp_jax.jax_internals import cuda_capability, packed_cudnn_attention
 from slidedp_jax.models.chunked_attention import chunked_attention
 
 RowLayout = Literal["whole", "documents", "segments"]
@@ -52,9 +51,9 @@ def device_target(device: jax.Device) -> ComputeTarget:
     """Describes a device; JAX itself calls both CUDA and ROCm devices `gpu`."""
     if device.platform != "gpu":
         return ComputeTarget(platform=device.platform)
-    if "cuda" not in device.client.platform_version.lower():
-        return ComputeTarget(platform="rocm")
-    return ComputeTarget(platform="cuda", compute_capability=float(device.compute_capability))
+    capability = cuda_capability(device)
+    platform = "rocm" if capability is None else "cuda"
+    return ComputeTarget(platform=platform, compute_capability=capability)
 
 
 def row_layout(batch: Mapping[str, Any]) -> RowLayout:
@@ -126,8 +125,9 @@ def _cudnn_obstacles(
             obstacles.append(
                 f"packed rows need compute capability 9.0 or newer, this device has {capability}"
             )
-        if isinstance(_packed_cudnn_call(), str):
-            obstacles.append(_packed_cudnn_call())
+        missing = packed_cudnn_attention()
+        if isinstance(missing, str):
+            obstacles.append(missing)
     return obstacles
 
 
@@ -181,7 +181,7 @@ def _packed_cudnn(
     The softmax statistics that cuDNN keeps for the backward pass are float32 [B * M, N, T], with M
     the largest number of documents in a row.
     """
-    call = _packed_cudnn_call()
+    call = packed_cudnn_attention()
     assert not isinstance(call, str), call
     starts, lengths = cudnn_documents(batch["document_starts"], batch["document_lengths"])
     # cuDNN leaves results and gradients outside the documents unwritten. Selecting on the way in
@@ -225,25 +225,3 @@ def cudnn_documents(starts: jax.Array, lengths: jax.Array) -> tuple[jax.Array, j
     starts = jnp.pad(starts, [(0, 0), (0, missing + 1)], constant_values=-1)
     lengths = jnp.pad(lengths, [(0, 0), (0, missing)], constant_values=-1)
     return starts.astype(jnp.int32), lengths.astype(jnp.int32)
-
-
-@cache
-def _packed_cudnn_call() -> Callable[..., jax.Array] | str:
-    """The ragged cuDNN call with a causal mask bound, or the reason why there is none."""
-    version = f"JAX {jax.__version__} has no packed cuDNN call of the expected form"
-    try:
-        from jax._src.cudnn import fused_attention_stablehlo as fused
-
-        call, mask_type = fused.dot_product_attention, fused.MaskType.PADDING_CAUSAL
-    except (ImportError, AttributeError) as error:
-        return f"{version} ({error})"
-    expected = {"q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets", "scale", "mask_type"}
-    expected |= {"sliding_window_length", "qkv_layout"}
-    missing = expected - inspect.signature(call).parameters.keys()
-    if missing:
-        return f"{version} (it lacks {', '.join(sorted(missing))})"
-
-    def packed(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
-        return call(q, k, v, mask_type=mask_type, qkv_layout="BTNH", **options)
-
-    return packed

@@ -320,19 +320,6 @@ def _check_tied_head(
         )
 
 
-def _same_bytes(one: Tensor, other: Tensor, maps: Mapping[Path, mmap.mmap]) -> bool:
-    left, right = maps[one.file], maps[other.file]
-    size, step = one.stop - one.start, 1 << 24
-    same = all(
-        left[one.start + at : one.start + min(at + step, size)]
-        == right[other.start + at : other.start + min(at + step, size)]
-        for at in range(0, size, step)
-    )
-    _release(one, left)
-    _release(other, right)
-    return same
-
-
 def _names_hint(missing: list[str], unexpected: list[str]) -> str:
     if missing == ["lm_head.weight"]:
         return " If the output projection is the embedding, set tie_word_embeddings to true."

@@ -11,16 +11,11 @@ from __future__ import annotations
 
 import jax
 
-
-def varying_axes(*arrays: jax.Array) -> frozenset[str]:
-    """Mesh axes over which at least one of the arrays varies."""
-    axes: frozenset[str] = frozenset()
-    for array in arrays:
-        axes |= frozenset(jax.typeof(array).mat.varying)
-    return axes
+from slidedp_jax.jax_internals import varying_axes
 
 
 def vary_like(array: jax.Array, *others: jax.Array) -> jax.Array:
     """The same value, typed as varying also over the axes of `others`."""
-    missing = tuple(sorted(varying_axes(*others) - varying_axes(array)))
+    wanted = {axis for other in others for axis in varying_axes(other)}
+    missing = tuple(sorted(wanted - varying_axes(array)))
     return jax.lax.pcast(array, missing, to="varying") if missing else array

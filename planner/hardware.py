@@ -346,29 +346,22 @@ def named_hardware(name: str, *, num_devices: int = 1) -> HardwareProfile:
     return PRESETS[name].with_devices(num_devices)
 
 
-# As `jax.Device.device_kind` spells them (all variants of a name that share the figures above).
-_DEVICE_KINDS: Mapping[str, str] = {
+# As `jax.Device.device_kind` spells them.
+_PRESET_OF_KIND: Mapping[str, str] = {
     "NVIDIA H200": "h200",
     "NVIDIA H100 80GB HBM3": "h100",
     "NVIDIA A100-SXM4-80GB": "a100-80g",
     "NVIDIA GeForce RTX 4090": "rtx4090",
     "cpu": "cpu",
 }
+_NEAREST = {"H200": "h200", "A100": "a100-80g", "4090": "rtx4090"}
 
 
-def hardware_of_kind(device_kind: str, *, num_devices: int = 1) -> HardwareProfile:
-    """The preset for devices as JAX names them, grown to `num_devices`.
+def preset_of_kind(device_kind: str) -> tuple[str, bool]:
+    """Name of the preset for devices as JAX names them, and whether its figures are theirs.
 
-    Its host figures are the usual ones; replace `host_memory_bytes`, `num_host_cores` and
-    `device_memory_bytes` by what is there.
-
-    Raises:
-      ValueError: no preset is for this kind; the message lists the known kinds.
+    Of a kind without a preset, that of the nearest: its name occurs in theirs, or it is h100.
     """
-    if device_kind not in _DEVICE_KINDS:
-        raise ValueError(
-            f"no hardware preset is for devices of kind {device_kind!r}; known: "
-            f"{', '.join(_DEVICE_KINDS)}. Name the nearest of {', '.join(PRESETS)}, or give a "
-            "measured profile."
-        )
-    return named_hardware(_DEVICE_KINDS[device_kind], num_devices=num_devices)
+    if device_kind in _PRESET_OF_KIND:
+        return _PRESET_OF_KIND[device_kind], True
+    return next((name for part, name in _NEAREST.items() if part in device_kind), "h100"), False

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from slidedp_jax.jax_internals import PINNED_LIMIT_GIB
 from slidedp_jax.planner.chunking import chunk_stages
 from slidedp_jax.planner.hardware import GIB, size_text
 from slidedp_jax.planner.job import Alternative
@@ -117,7 +118,7 @@ def notes(plan: Plan) -> list[str]:
         found.append(
             f"page-locked gradients need a pool of {need:.0f} GiB, above the default limit of "
             f"{hardware.pinned_pool_limit_bytes / GIB:.0f} GiB: set "
-            f"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={need:.0f} or more before JAX starts"
+            f"{PINNED_LIMIT_GIB}={need:.0f} or more before JAX starts"
         )
     found += [
         f"{limit.name}: the plan needs {size_text(limit.need_bytes)}, "

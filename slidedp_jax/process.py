@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import glob
-import importlib.metadata
-import importlib.util
 import os
-import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from slidedp_jax import jax_internals
 from slidedp_jax.compilation_cache import AUTO, cache_folder
 from slidedp_jax.planner.candidates import default_num_host_devices
 
@@ -23,17 +20,6 @@ if TYPE_CHECKING:
     import jax
 
 Platform = Literal["auto", "cpu", "cuda"]
-
-CHOOSE_WITHOUT_TIMING = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": "false"}
-"""XLA flags under which kernels of matrix products are chosen by cuBLAS's rules.
-
-By default XLA times candidates while it compiles and takes the fastest, which differs from one
-compilation to the next and with it the last bits of results: on an H200 the same command ended in
-other weights (docs/benchmarks). Steps are as fast, and compiling is twice as fast.
-"""
-
-_MULTI_OUTPUT_FUSION = "xla_cpu_use_multi_output_fusion"
-_EXTRA_OPTIONS = "--xla_backend_extra_options="
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,11 +154,7 @@ def current_setup() -> ProcessSetup:
 
 
 def _check_not_started() -> None:
-    if "jax" not in sys.modules:
-        return
-    from jax._src import xla_bridge  # the only place that knows without starting the backends
-
-    if xla_bridge.backends_are_initialized():
+    if jax_internals.backends_have_started():
         raise RuntimeError(
             "JAX's backends have already started, so platforms, CPU devices and XLA flags can no "
             "longer be set. Call slidedp_jax.configure() before the first use of JAX: move it "
@@ -181,46 +163,18 @@ def _check_not_started() -> None:
 
 
 def _set_environment(platform: str, fraction: float, pinned_limit_gib: int | None) -> None:
-    if _jax_version() < (0, 12):
-        _add_multi_output_fusion()
+    if jax_internals.gains_from_multi_output_fusion(jax_internals.jax_version()):
+        jax_internals.add_backend_option(jax_internals.MULTI_OUTPUT_FUSION)
     if platform == "cpu":
         # Fewer threads than participants of a collective can deadlock on small machines.
-        os.environ.setdefault("PJRT_NPROC", "32")
+        os.environ.setdefault(jax_internals.NUM_CPU_THREADS, "32")
         return
     _map_large_allocations()
-    _add_flags(CHOOSE_WITHOUT_TIMING)
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(fraction))
+    jax_internals.add_xla_flags(jax_internals.CHOOSE_WITHOUT_TIMING)
+    jax_internals.set_gpu_memory_fraction(fraction)
     if pinned_limit_gib is None:
         pinned_limit_gib = max(8, int(_physical_memory_gib() * 0.6))
-    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(pinned_limit_gib))
-
-
-def _jax_version() -> tuple[int, ...]:
-    return tuple(int(part) for part in importlib.metadata.version("jax").split(".")[:2])
-
-
-def _add_flags(wanted: Mapping[str, str]) -> None:
-    """XLA flags that nobody has set otherwise."""
-    flags = os.environ.get("XLA_FLAGS", "").split()
-    named = {flag.lstrip("-").split("=")[0] for flag in flags}
-    flags += [f"--{name}={value}" for name, value in wanted.items() if name not in named]
-    os.environ["XLA_FLAGS"] = " ".join(flags)
-
-
-def _add_multi_output_fusion() -> None:
-    """Let XLA:CPU compile the outputs of one host update together.
-
-    On JAX 0.11 the blocked update then runs about five times as fast, on 0.10 the one on whole
-    arrays twice as fast. From 0.12 on XLA compiles the loop as one kernel by itself, and with this
-    flag it no longer writes in place.
-    """
-    flags = os.environ.get("XLA_FLAGS", "").split()
-    extra = [flag for flag in flags if flag.startswith(_EXTRA_OPTIONS)]
-    options = extra[-1].removeprefix(_EXTRA_OPTIONS).split(",") if extra else []
-    if not any(option.startswith(_MULTI_OUTPUT_FUSION) for option in options):
-        options.append(_MULTI_OUTPUT_FUSION)
-    flags = [flag for flag in flags if not flag.startswith(_EXTRA_OPTIONS)]
-    os.environ["XLA_FLAGS"] = " ".join([*flags, _EXTRA_OPTIONS + ",".join(options)])
+    os.environ.setdefault(jax_internals.PINNED_LIMIT_GIB, str(pinned_limit_gib))
 
 
 def _map_large_allocations() -> None:
@@ -242,7 +196,7 @@ def _physical_memory_gib() -> float:
 def _resolve_platform(platform: Platform) -> str:
     if platform not in ("auto", "cpu", "cuda"):
         raise ValueError(f"platform={platform!r}; allowed: 'auto', 'cpu', 'cuda'")
-    plugin = any(_has_module(f"jax_plugins.xla_cuda{major}") for major in (12, 13))
+    plugin = jax_internals.has_cuda_plugin()
     if platform == "cuda" and not plugin:
         raise RuntimeError(
             "platform='cuda' needs JAX's CUDA plugin: pip install 'slidedp_jax[cuda13]'"
@@ -252,13 +206,6 @@ def _resolve_platform(platform: Platform) -> str:
     if os.environ.get("JAX_PLATFORMS", "").split(",")[0] == "cpu":
         return "cpu"
     return "cuda" if plugin and _gpu_nodes() else "cpu"
-
-
-def _has_module(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def _gpu_nodes() -> list[str]:

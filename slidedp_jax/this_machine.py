@@ -11,15 +11,18 @@ from slidedp_jax.errors import UserError
 from slidedp_jax.models.config import ModelConfig
 from slidedp_jax.planner.candidates import Choices
 from slidedp_jax.planner.errors import PlanError
-from slidedp_jax.planner.hardware import PRESETS, ComputeDtype, HardwareProfile
+from slidedp_jax.planner.hardware import (
+    PRESETS,
+    ComputeDtype,
+    HardwareProfile,
+    preset_of_kind,
+)
 from slidedp_jax.planner.host_memory import available_host_memory
 from slidedp_jax.planner.memory import ADAMW_STATE_BYTES
 from slidedp_jax.planner.search import Plan, plan
 from slidedp_jax.planner.strategy import Strategy, UpdatePolicy
 from slidedp_jax.planner.workload import BatchShape, Workload
 from slidedp_jax.process import current_setup
-
-_PRESET_OF_KIND = {"H200": "h200", "H100": "h100", "A100": "a100-80g", "4090": "rtx4090"}
 
 
 def this_machine(*, stated_host_bytes: float | None = None) -> HardwareProfile:
@@ -31,15 +34,14 @@ def this_machine(*, stated_host_bytes: float | None = None) -> HardwareProfile:
     """
     devices, _ = current_setup().devices()
     kind = devices[0].device_kind
-    names = [name for part, name in _PRESET_OF_KIND.items() if part in kind]
-    name = "cpu" if devices[0].platform == "cpu" else (names[0] if names else "h100")
+    name, is_own = preset_of_kind("cpu" if devices[0].platform == "cpu" else kind)
     memory = available_host_memory(stated_bytes=stated_host_bytes)
     profile = replace(
         PRESETS[name].with_devices(len(devices)),
         name=kind,
         num_host_cores=len(os.sched_getaffinity(0)),
         host_memory_bytes=memory.available_bytes,
-        provenance=f"{_origin_of_rates(name, names)}; memory as found ({memory.describe()})",
+        provenance=f"{_origin_of_rates(name, is_own)}; memory as found ({memory.describe()})",
     )
     if profile.unified_memory:
         return replace(profile, device_memory_bytes=memory.available_bytes)
@@ -47,9 +49,9 @@ def this_machine(*, stated_host_bytes: float | None = None) -> HardwareProfile:
     return replace(profile, device_memory_bytes=min(limits) + profile.device_reserve_bytes)
 
 
-def _origin_of_rates(preset: str, matching: list[str]) -> str:
+def _origin_of_rates(preset: str, is_own: bool) -> str:
     """One line; it begins with `measured` where they are."""
-    if preset in matching:
+    if is_own:
         return f"{PRESETS[preset].provenance} (preset {preset})"
     return f"rates of preset {preset}, the nearest there is; not measured"
 

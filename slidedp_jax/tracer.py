@@ -1,4 +1,4 @@
-"""Spans of work on the lanes, for timelines and for tests that delay a lane.
+"""Spans of work on the lanes, for measurements and for tests that delay a lane.
 
 Lanes are `h2d`, `compute`, `d2h` and `host_update`, and `wait` where the schedule stands still for
 an update. The runtime brackets what it does with `tracer.span(lane, name)`; with the default tracer
@@ -8,13 +8,11 @@ that costs nothing.
 from __future__ import annotations
 
 import contextlib
-import json
-import pathlib
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 Lane = Literal["h2d", "compute", "d2h", "host_update", "wait"]
 
@@ -63,20 +61,3 @@ class RecordingTracer(Tracer):
     def busy_s(self, lane: Lane) -> float:
         """Seconds that the spans of one lane cover in sum."""
         return sum(span.end_s - span.start_s for span in self.spans if span.lane == lane)
-
-    def save_chrome_trace(self, path: pathlib.Path) -> None:
-        """Write the spans in Chrome's trace-event format (microseconds)."""
-        lanes = {lane: number for number, lane in enumerate(get_args(Lane))}
-        events = [
-            {
-                "name": span.name,
-                "cat": span.lane,
-                "ph": "X",
-                "pid": 0,
-                "tid": lanes[span.lane],
-                "ts": span.start_s * 1e6,
-                "dur": (span.end_s - span.start_s) * 1e6,
-            }
-            for span in self.spans
-        ]
-        path.write_text(json.dumps({"traceEvents": events}))

@@ -48,6 +48,14 @@ def drop_compiled_programs_in_time():
         gc.collect()
 
 
+@pytest.fixture
+def traced_cudnn(monkeypatch):
+    """JAX traces cuDNN's attention though there is no cuDNN; nothing can be compiled."""
+    fused = "jax._src.cudnn.fused_attention_stablehlo"
+    monkeypatch.setattr(f"{fused}.check_cudnn_version", lambda: 91_000)
+    monkeypatch.setattr(f"{fused}.check_compute_capability", lambda _: True)
+
+
 LONGEST_FILES = (
     "test_against_plain_optax.py",
     "test_update_policies.py",

@@ -6,9 +6,11 @@ are equal: making them anew takes five sixths of the time.
 
 import contextlib
 import functools
+import inspect
+import os
+import sys
 
 import numpy as np
-from jax._src import cache_key, compiler
 
 from slidedp_jax import assembly
 from slidedp_jax.models import decoder
@@ -46,19 +48,49 @@ def unshared():
 
 
 def _share_compiled_programs() -> None:
-    """By their text, for equal devices."""
-    compile_and_load = compiler.backend_compile_and_load
+    """By their text, for equal devices; not where JAX compiles in a way that is not known here."""
+    try:
+        from jax._src import cache_key, compiler
 
-    def compile_once(backend, module, devices, options, host_callbacks):
-        devices_key = tuple(device.id for device in devices)
-        key = devices_key, cache_key.get(module, np.array([*devices]), options, backend)
-        if host_callbacks:
-            return compile_and_load(backend, module, devices, options, host_callbacks)
+        compile_and_load = compiler.backend_compile_and_load
+        signature = inspect.signature(compile_and_load)
+        signature.bind("backend", "module", "devices", "options", "callbacks")
+        inspect.signature(cache_key.get).bind("module", "devices", "options", "backend")
+    except (ImportError, AttributeError, TypeError) as error:
+        _say_once(error)
+        return
+
+    def key_of(backend, module, devices, options, callbacks):
+        if callbacks:
+            return None
+        names = tuple(device.id for device in devices)
+        return names, cache_key.get(module, np.array([*devices]), options, backend)
+
+    def compile_once(*arguments, **named):
+        try:
+            key = key_of(*signature.bind(*arguments, **named).args)
+        except Exception as error:
+            _say_once(error)
+            key = None
+        if key is None:
+            return compile_and_load(*arguments, **named)
         if key not in _compiled:
-            _compiled[key] = compile_and_load(backend, module, devices, options, host_callbacks)
+            _compiled[key] = compile_and_load(*arguments, **named)
         return _compiled[key]
 
     compiler.backend_compile_and_load = compile_once
+
+
+def _say_once(error: Exception) -> None:
+    """Of all processes of a test run, if it is known before they start."""
+    if "PROGRAMS_ARE_NOT_SHARED" not in os.environ:
+        os.environ["PROGRAMS_ARE_NOT_SHARED"] = "1"
+        print(
+            "WARNING: this version of JAX compiles in another way than tests/shared_programs.py "
+            f"knows, so every test compiles its own programs, which takes several times as long: "
+            f"{type(error).__name__}: {error}",
+            file=sys.__stderr__,
+        )
 
 
 def _share_traces() -> None:

@@ -1,7 +1,8 @@
-"""The direction of dependence, read off every import statement, and what stays free of JAX."""
+"""What files import: the direction of dependence, what stays free of JAX, what is private."""
 
 import ast
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 OURS = "slidedp_jax"
 FLOORS = [
+    {"jax_internals"},
     {"models"},
     {"planner"},
     {"errors", "tracer", "whole_files", "compilation_cache"},
@@ -30,7 +32,7 @@ FLOORS = [
 ]
 """Packages and files of slidedp_jax from the ground up; each imports only from floors below."""
 
-APART = {"data": {"errors"}, "adapter": {"errors", "models", "planner"}}
+APART = {"data": {"errors"}, "adapter": {"errors", "jax_internals", "models", "planner"}}
 """What these may import in all."""
 
 
@@ -88,7 +90,8 @@ def modules_without_jax() -> list[str]:
         for path in sources_of("planner")
         if path.stem != "__main__"
     ]
-    return sorted({"slidedp_jax.models.config", OURS, "slidedp_jax.process", *planner})
+    others = ("models.config", "process", "jax_internals")
+    return sorted({OURS, *(f"{OURS}.{name}" for name in others), *planner})
 
 
 def test_configuration_and_planning_import_no_jax():
@@ -114,3 +117,32 @@ def test_package_init_files_import_only_the_project_and_the_standard_library():
         if path.name == "__init__.py":
             roots = {name.split(".")[0] for name in imported_modules(path)}
             assert roots <= {OURS, *sys.stdlib_module_names}, path
+
+
+PRIVATE_MODULES = ("jax._src", "jax.interpreters", "jaxlib", "orbax", "jax_plugins")
+PRIVATE_NAMES = {
+    *("client", "dma_map", "dma_unmap", "unsafe_buffer_pointer", "is_ready"),
+    *("memory_analysis", "cost_analysis"),
+}
+PRIVATE_WORDS = re.compile(
+    r"xla_(gpu|cpu|backend)_|PJRT_|XLA_\w*(MEM|LIMIT)|dot_product_attention_"
+)
+
+
+def private_uses(path: pathlib.Path) -> list[str]:
+    """Of JAX, XLA and Orbax: modules, attributes and words that they do not promise."""
+    found = [name for name in imported_modules(path) if name.startswith(PRIVATE_MODULES)]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and node.attr in PRIVATE_NAMES:
+            found.append(node.attr)
+        if isinstance(node, ast.Constant) and PRIVATE_WORDS.search(str(node.value)):
+            found.append(str(node.value))
+    return found
+
+
+def test_what_is_private_is_used_in_one_file():
+    (one_file,) = sources_of("jax_internals")
+    others = [path for unit in set().union(*FLOORS) for path in sources_of(unit)]
+    others.remove(one_file)
+    assert {path: used for path in others if (used := private_uses(path))} == {}
+    assert {"jax._src.xla_bridge", "orbax.checkpoint", *PRIVATE_NAMES} <= {*private_uses(one_file)}

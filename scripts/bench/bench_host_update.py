@@ -33,11 +33,12 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 import bench_record
 from running_copies import Exchange, copier, timed
 
+from slidedp_jax import jax_internals
+
 UPDATE_BYTES = 2 * (2 + 2 + 4 + 4) + 2
 TORCH_BYTES = 2 * (4 + 4 + 4) + 4
 TRIAD_BYTES = 4 + 4 + 4
 
-MULTI_OUTPUT_FUSION = "--xla_backend_extra_options=xla_cpu_use_multi_output_fusion"
 DEFAULT_BLOCK = 4096
 PROBE_ELEMENTS = 1 << 19
 """Elements per device of the first, short run; a form slow on it is not run on the full size."""
@@ -117,10 +118,15 @@ def run_child(
     """Results of one process and, when it failed, the end of what it said."""
     cores = len(os.sched_getaffinity(0))
     # configure() asks for more threads than cores on CPU-only machines; here rates are compared.
-    environment = {**os.environ, "PJRT_NPROC": str(cores), "JAX_PLATFORMS": "cpu"}
-    flags = [f for f in environment.get("XLA_FLAGS", "").split() if "multi_output" not in f]
+    environment = {
+        **os.environ,
+        jax_internals.NUM_CPU_THREADS: str(cores),
+        "JAX_PLATFORMS": "cpu",
+    }
+    fusion = jax_internals.BACKEND_OPTIONS + jax_internals.MULTI_OUTPUT_FUSION
+    flags = [flag for flag in jax_internals.xla_flags() if "multi_output" not in flag]
     if job.get("fusion"):
-        flags.append(MULTI_OUTPUT_FUSION)
+        flags.append(fusion)
     environment["XLA_FLAGS"] = " ".join(flags)
     command = [sys.executable, __file__, "--child", json.dumps(job), "--exchange", str(folder)]
     command += ["--repeats", str(args.repeats)]
@@ -266,9 +272,7 @@ class UpdateVariant:
 
 
 def pointers(arrays: Any) -> list[int]:
-    return [
-        shard.data.unsafe_buffer_pointer() for array in arrays for shard in array.addressable_shards
-    ]
+    return [address for array in arrays for address in jax_internals.addresses(array)]
 
 
 def measure_triad(sharding: Any, args: argparse.Namespace, exchange: Exchange) -> dict[str, Any]:

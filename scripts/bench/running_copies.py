@@ -136,6 +136,8 @@ def gpu_copies(num_bytes: int) -> list[Callable[[], None]]:
     import numpy as np
     from jax.sharding import SingleDeviceSharding
 
+    from slidedp_jax.jax_internals import page_lock
+
     gpu = jax.devices()[0]
     if gpu.platform == "cpu":
         raise RuntimeError("JAX sees no GPU")
@@ -143,7 +145,7 @@ def gpu_copies(num_bytes: int) -> list[Callable[[], None]]:
     memory.madvise(mmap.MADV_HUGEPAGE)
     slab = np.frombuffer(memory, np.uint16)
     slab[:] = 1
-    gpu.client.dma_map(slab.ctypes.data, num_bytes)
+    page_lock(gpu, slab.ctypes.data, num_bytes)
     pinned = SingleDeviceSharding(gpu, memory_kind="pinned_host")
     resident = jax.block_until_ready(jax.device_put(slab, gpu))
 

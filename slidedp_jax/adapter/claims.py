@@ -8,12 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters.partial_eval import dce_jaxpr
 
 from slidedp_jax.adapter.paths import named_leaves
 from slidedp_jax.adapter.randomness import IMPLEMENTATION
 from slidedp_jax.adapter.source import Rows, Source
 from slidedp_jax.errors import UserError
+from slidedp_jax.jax_internals import inputs_read
 from slidedp_jax.models.streamed import Stage
 
 
@@ -125,8 +125,7 @@ def trace(fn: Callable[..., Any], tree: Any, arguments: tuple[Any, ...], dropout
 
     *before, batch = arguments
     closed, result = jax.make_jaxpr(flat, return_shape=True)(key, leaves, *before, dict(batch))
-    _, used = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
-    used = used[: 1 + len(leaves)]
+    used = inputs_read(closed)[: 1 + len(leaves)]
     reads = {name for name, read in zip(names, used[1:], strict=True) if read}
     return Traced(reads=frozenset(reads), draws=dropout and used[0], result=result)
 

@@ -25,11 +25,6 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     return named
 
 
-def dotted(path: Path) -> str:
-    """`("layers", 3)` -> `layers.3`."""
-    return ".".join(map(str, path))
-
-
 def child(node: Any, key: Any) -> Any:
     """What lies under one key of a mapping, a sequence or an object; KeyError if nothing does."""
     if isinstance(node, Mapping):

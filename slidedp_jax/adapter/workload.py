@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from slidedp_jax.adapter.claims import example_batch
 from slidedp_jax.adapter.matmul_flops import matmul_flops
+from slidedp_jax.jax_internals import bytes_accessed, temporary_bytes
 from slidedp_jax.models.streamed import Stage, StreamedModel
 from slidedp_jax.planner.workload import StageWork, Workload, parameter_groups
 
@@ -166,8 +167,8 @@ class _Probe:
         for rows in (1, 2):
             fn, arguments = make(rows, self._tokens)
             compiled = jax.jit(fn).lower(*arguments).compile()
-            temporaries.append(compiled.memory_analysis().temp_size_in_bytes)
-            traffic.append(compiled.cost_analysis().get("bytes accessed", 0.0))
+            temporaries.append(temporary_bytes(compiled))
+            traffic.append(bytes_accessed(compiled))
 
         def per_token(figures: list[float]) -> int:
             added = max(0.0, figures[1] - figures[0])

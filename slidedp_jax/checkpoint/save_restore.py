@@ -9,7 +9,6 @@ complete: a folder named `step_N` is whole.
 
 from __future__ import annotations
 
-import math
 import pathlib
 import re
 import shutil
@@ -18,9 +17,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
-import orbax.checkpoint as ocp
 
 from slidedp_jax.checkpoint.bounded_work import side_by_side
 from slidedp_jax.checkpoint.record import (
@@ -45,6 +42,7 @@ from slidedp_jax.checkpoint.stage_arrays import (
     write_stage,
 )
 from slidedp_jax.errors import UserError
+from slidedp_jax.jax_internals import read_arrays, write_arrays
 from slidedp_jax.models.streamed import Stage, StreamedModel
 from slidedp_jax.planner.memory import largest_neighbours
 from slidedp_jax.update.state_gate import StateGate, StateReader
@@ -194,7 +192,7 @@ def read_parameter_arrays(
       UserError: values are not those that were saved.
     """
     item = (checkpoint / _item(stage)).absolute()
-    tree = _checkpointer().restore(item)
+    tree = read_arrays(item)
     try:
         with ThreadPoolExecutor(THREADS) as threads:
             verify(tree, read_record(checkpoint).get("checksums"), threads)
@@ -206,11 +204,6 @@ def read_parameter_arrays(
         return arrays[state_key(number - 1) if averaged and number else MASTER]
 
     return {name: np.asarray(wanted(arrays)) for name, arrays in tree.items()}
-
-
-def _checkpointer() -> ocp.Checkpointer:
-    """Uncompressed: weights do not compress, and zstd is the slowest part of a save."""
-    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False, use_zarr3=True))
 
 
 def _item(stage: Stage) -> str:
@@ -310,34 +303,15 @@ def _write_item(folder: pathlib.Path, stage: Stage, arrays: StageArrays) -> None
       OSError: the file system refuses.
     """
     item = (folder / _item(stage)).absolute()
-    cut = jax.tree.map(_save_args, arrays)
     try:
-        _checkpointer().save(item, args=ocp.args.PyTreeSave(arrays, save_args=cut))
+        write_arrays(
+            item,
+            arrays,
+            piece_bytes=BYTES_PER_FILE_CHUNK,
+            smallest_piece_bytes=SMALLEST_FILE_CHUNK,
+        )
     except (ValueError, RuntimeError) as error:  # TensorStore's, with the system's words inside
         raise OSError(f"{item} cannot be written: {error}") from None
-
-
-def _save_args(array: np.ndarray) -> ocp.SaveArgs:
-    """With pieces of a sensible size, or in one piece."""
-    pieces = _piece_bytes(array.shape, array.itemsize)
-    return ocp.SaveArgs(
-        chunk_byte_size=BYTES_PER_FILE_CHUNK if pieces >= SMALLEST_FILE_CHUNK else None
-    )
-
-
-def _piece_bytes(shape: Sequence[int], itemsize: int) -> int:
-    """Bytes of the pieces into which Orbax would cut an array; of one that it would not, the limit.
-
-    It takes the largest dimension to its next smaller divisor until a piece is small enough.
-    """
-    piece = list(shape)
-    if math.prod(piece) * itemsize <= BYTES_PER_FILE_CHUNK:
-        return BYTES_PER_FILE_CHUNK
-    while math.prod(piece) * itemsize > BYTES_PER_FILE_CHUNK:
-        largest = piece.index(max(piece))
-        whole, now = shape[largest], piece[largest]
-        piece[largest] = next(size for size in range(now - 1, 0, -1) if whole % size == 0)
-    return math.prod(piece) * itemsize
 
 
 def _load_item(
@@ -354,11 +328,8 @@ def _load_item(
     """
     item = (checkpoint / _item(stage)).absolute()
     wanted = {name: array_specs(gate, name) for name in stage.parameter_names()}
-    as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), wanted)
     try:
-        tree = _checkpointer().restore(
-            item, args=ocp.args.PyTreeRestore(item=wanted, restore_args=as_numpy)
-        )
+        tree = read_arrays(item, wanted)
         for name, arrays in wanted.items():
             for key, spec in arrays.items():
                 found = tree[name][key]

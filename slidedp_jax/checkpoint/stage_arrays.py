@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from slidedp_jax.jax_internals import Unchanging
 from slidedp_jax.models.streamed import Stage
 from slidedp_jax.update.state_gate import StateGate, StateReader, StateWriter
 
@@ -37,7 +38,7 @@ def read_stage(reader: StateReader, stage: Stage, readers: Executor) -> StageArr
         for name in stage.parameter_names()
     }
     return {
-        name: {key: job.result().view(_Unchanging) for key, job in arrays.items()}
+        name: {key: job.result().view(Unchanging) for key, job in arrays.items()}
         for name, arrays in jobs.items()
     }
 
@@ -106,10 +107,3 @@ def state_key(number: int) -> str:
 
 def _checksum(values: np.ndarray) -> int:
     return zlib.crc32(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
-
-
-class _Unchanging(np.ndarray):
-    """An array that nobody writes to any more: Orbax, which copies arrays first, need not."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Unchanging:
-        return self

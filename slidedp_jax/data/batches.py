@@ -154,7 +154,6 @@ class BatchSource:
         self.steps_per_epoch = math.ceil(self.num_rows / self.rows_per_step)
         widths = row_widths(max_seq_length, pad_to_multiple_of)
         self.widths = widths[-1:] if packing else widths
-        self.density = examples.num_tokens / (self.num_rows * self.widths[-1])
         self._order = _row_order(self.num_rows, seed if shuffle else None)
 
     def require_whole_step(self) -> None:

@@ -182,13 +182,13 @@ def _check_text(row: ChatRow, text: str) -> None:
 
 
 def _encoded_chat(chat: _Rendered, encoding: tokenizers.Encoding) -> Encoded:
-    begins = _begins(encoding.offsets)
+    begins = token_begins(encoding.offsets)
     remarks = chat.remarks
     if shared := sum(_inside_a_token(begins, first) for first, last in chat.learnt if first < last):
         remarks = [*remarks, Remark(text=_SHARED_TOKEN, count=shared)]
     return Encoded(
         input_ids=np.array(encoding.ids, np.int32),
-        supervised=_inside(begins, chat.learnt),
+        supervised=begin_inside(begins, chat.learnt),
         remarks=tuple(remarks),
     )
 
@@ -199,23 +199,22 @@ def _inside_a_token(begins: np.ndarray, place: int) -> bool:
     return index == len(begins) or bool(begins[index] != place)
 
 
-def tokens_in_spans(offsets: Sequence[Span], spans: Sequence[Span]) -> np.ndarray:
-    """Tokens, bool [length], that begin inside one of the spans.
+def token_begins(offsets: Sequence[Span]) -> np.ndarray:
+    """Where tokens begin in a text, int64 [length], from their places as a tokenizer reports them.
 
-    A token that begins before a span belongs to what the model is given, one that begins inside and
-    ends after it to what the model says. Tokenizers may report a token without its leading white
-    space; it begins where the token before it ended.
+    It may report a token without its leading white space; that begins where the token before ended.
     """
-    return _inside(_begins(offsets), spans)
-
-
-def _begins(offsets: Sequence[Span]) -> np.ndarray:
     places = np.array(offsets, np.int64).reshape(-1, 2)
     ends = np.maximum.accumulate(places[:, 1])
     return np.minimum(places[:, 0], np.concatenate([[0], ends[:-1]])[: len(places)])
 
 
-def _inside(begins: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
+def begin_inside(begins: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
+    """Tokens, bool [length], that begin inside one of the spans.
+
+    A token that begins before a span belongs to what the model is given, one that begins inside and
+    ends after it to what the model says.
+    """
     inside = np.zeros(len(begins), bool)
     for first, last in spans:
         inside |= (begins >= first) & (begins < last)

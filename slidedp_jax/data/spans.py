@@ -55,16 +55,16 @@ class Located:
     marked: bool = False
 
 
-def assistant_spans(
+def locate(
     row: ChatRow,
     template: ChatTemplate,
     special_texts: Sequence[str],
     template_kwargs: Mapping[str, Any] | None = None,
-) -> tuple[str, list[Span]]:
-    """Text of a conversation, and the span of each assistant message that is to be learnt.
+) -> Located:
+    """Text of a conversation, and the spans of its assistant messages.
 
     Args:
-      row: the conversation; `row.train` says which messages count.
+      row: the conversation; `row.train` says which messages are to be learnt.
       template: how it is rendered.
       special_texts: texts of the tokenizer's special tokens, one of which may close a message.
       template_kwargs: variables for the template, overruled by the row's own.
@@ -72,17 +72,6 @@ def assistant_spans(
     Raises:
       RowError: the template failed on the row, or its messages cannot be separated.
     """
-    located = locate(row, template, special_texts, template_kwargs)
-    return located.text, located.learnt
-
-
-def locate(
-    row: ChatRow,
-    template: ChatTemplate,
-    special_texts: Sequence[str],
-    template_kwargs: Mapping[str, Any] | None = None,
-) -> Located:
-    """As `assistant_spans`, with the spans of messages that are not learnt too."""
     try:
         rendering = _Rendering(row, template, special_texts, template_kwargs)
         if not any(row.train):

@@ -39,7 +39,6 @@ class Tokenizer:
     Attributes:
       origin: the folder, for messages.
       backend: the `tokenizers.Tokenizer`.
-      bos_id: id of the token that begins a document, or None.
       eos_id: id of the token that ends a document or completion, or None.
       pad_id: id to fill with: pad token, else eos, else 0. Padding is told from tokens by length
         and segment ids, never by this id.
@@ -53,7 +52,6 @@ class Tokenizer:
 
     origin: str
     backend: tokenizers.Tokenizer
-    bos_id: int | None
     eos_id: int | None
     pad_id: int
     stop_ids: tuple[int, ...]
@@ -62,11 +60,6 @@ class Tokenizer:
     special_texts: tuple[str, ...]
     special_tokens: Mapping[str, Any]
     chat_templates: Mapping[str, ChatTemplate]
-
-    @property
-    def num_ids(self) -> int:
-        """One more than the largest id."""
-        return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Ids of a text; special tokens written out in it become their ids.
@@ -203,7 +196,6 @@ def load_tokenizer(
     return Tokenizer(
         origin=str(folder),
         backend=backend,
-        bos_id=ids.get("bos_token"),
         eos_id=eos_id,
         pad_id=pad_id,
         stop_ids=tuple(dict.fromkeys([*([] if eos_id is None else [eos_id]), *stops])),

@@ -21,9 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from slidedp_jax.jax_internals import addresses, raw_view
 from slidedp_jax.state.device_state import DevicePartState
 from slidedp_jax.state.layout import FROZEN, ChunkLayout, FlatLayout, Slot
-from slidedp_jax.state.pinned_memory import PageLock, raw_view
+from slidedp_jax.state.pinned_memory import PageLock
 from slidedp_jax.state.split_float import join_numpy, split_numpy
 
 HOST_AXIS = "host"
@@ -39,7 +40,7 @@ class PartState:
         self.layout = layout
         self.dtypes = [array.dtype for array in arrays]
         self.arrays = list(arrays)
-        self._pointers = [_pointers(array) for array in self.arrays]
+        self._pointers = [addresses(array) for array in self.arrays]
         self.views: list[list[np.ndarray]] = [
             [raw_view(pointer, layout.piece_size, array.dtype) for pointer in pointers]
             for array, pointers in zip(self.arrays, self._pointers, strict=True)
@@ -52,7 +53,7 @@ class PartState:
           RuntimeError: the update was not done in place; views and page locks would be stale.
         """
         for old, array in zip(self._pointers, arrays, strict=True):
-            if _pointers(array) != old:
+            if addresses(array) != old:
                 raise RuntimeError(
                     f"the update of {self.layout.name} moved its state instead of writing in "
                     "place; something still holds a view of the donated arrays"
@@ -114,11 +115,9 @@ class HostStore:
         # A range that is still registered when its memory is freed breaks later allocations, so a
         # store that nobody closes lets go of them too.
         weakref.finalize(self, self._lock.release).atexit = False
-        self.page_locked_bytes = sum(
-            self._lock.lock(part.ranges(index))
-            for part in self.host_parts
-            for index in ((0, 1) if upload_low else (0,))
-        )
+        for part in self.host_parts:
+            for index in (0, 1) if upload_low else (0,):
+                self._lock.lock(part.ranges(index))
         owners = {slot.name: (part, slot) for part in self.parts for slot in part.layout.slots}
         self._slots: dict[str, tuple[AnyPartState, Slot]] = {
             slot.name: owners[slot.name] for layout in self.layouts for slot in layout.slots
@@ -261,10 +260,3 @@ class HostStore:
         if name not in self._slots:
             raise KeyError(f"no parameter {name!r}; the model has {len(self._slots)} others")
         return self._slots[name]
-
-
-def _pointers(array: jax.Array) -> list[int]:
-    """Addresses of the pieces in the order of the flat array."""
-    # `addressable_shards` computes an index per shard; `addressable_data` only looks up.
-    count = len(array.sharding.device_set)
-    return [array.addressable_data(number).unsafe_buffer_pointer() for number in range(count)]

@@ -1,64 +1,51 @@
 """Page-locked memory: of arrays that JAX's CPU devices own, and of the pool for downloads.
 
-GPUs copy from and into such memory without staging. `dma_map` registers a range with the CUDA
-driver through the GPU client; every GPU of the process may then read it at full speed. A registered
-range must be unregistered before its memory is freed: a stale registration makes later pinned
-allocations fail.
+GPUs copy from and into such memory without staging. A range is registered with the CUDA driver
+through the GPU client; every GPU of the process may then read it at full speed. A registered range
+must be unregistered before its memory is freed: a stale registration makes later pinned allocations
+fail.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Sequence
 
 import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from slidedp_jax.jax_internals import page_lock, page_unlock
+
 SMALLEST_LOCKED_BYTES = 1 << 20
 """Smaller ranges share pages with their neighbours and cannot be registered; copies of them are
 staged, which costs microseconds."""
-
-_CTYPES = {1: ctypes.c_uint8, 2: ctypes.c_uint16, 4: ctypes.c_uint32}
-
-
-def raw_view(pointer: int, size: int, dtype: np.dtype) -> np.ndarray:
-    """Writable NumPy view of `size` elements at an address.
-
-    JAX does not know of it: the owner of the memory must not free or move it, and the caller must
-    not read while a program writes. (A view made by `np.asarray(array)` would be tracked, and turn
-    the array's next donation into a silent copy.)
-    """
-    dtype = np.dtype(dtype)
-    raw = (_CTYPES[dtype.itemsize] * size).from_address(pointer)
-    return np.ctypeslib.as_array(raw).view(dtype)
 
 
 class PageLock:
     """Registered ranges of one process; `release` unregisters them all.
 
-    On a platform without `dma_map` (the CPU backend) nothing is registered.
+    On the CPU backend nothing is registered.
     """
 
     def __init__(self, device: jax.Device):
-        self._client = device.client if device.platform != "cpu" else None
+        self._gpu = device if device.platform != "cpu" else None
         self._pointers: list[int] = []
 
-    def lock(self, ranges: Iterable[tuple[int, int]]) -> int:
-        """Register (address, bytes) ranges; returns the number of bytes registered.
+    def lock(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Register (address, bytes) ranges.
 
         Raises:
           RuntimeError: the driver refuses (locked-memory limit, not enough memory); nothing stays
             registered.
         """
-        if self._client is None:
-            return 0
+        if self._gpu is None:
+            return
         total = 0
         for pointer, num_bytes in ranges:
             if num_bytes < SMALLEST_LOCKED_BYTES:
                 continue
             try:
-                self._client.dma_map(pointer, num_bytes)
+                page_lock(self._gpu, pointer, num_bytes)
             except Exception as error:
                 self.release()
                 raise RuntimeError(
@@ -67,13 +54,12 @@ class PageLock:
                 ) from error
             self._pointers.append(pointer)
             total += num_bytes
-        return total
 
     def release(self) -> None:
         """Unregister every range; must run before their memory is freed."""
         while self._pointers:
-            assert self._client is not None
-            self._client.dma_unmap(self._pointers.pop())
+            assert self._gpu is not None
+            page_unlock(self._gpu, self._pointers.pop())
 
 
 def reserve_pinned(regions: Sequence[int], device: jax.Device) -> None:

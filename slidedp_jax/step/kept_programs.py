@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from slidedp_jax.jax_internals import is_fused_attention, pullback_parts
 from slidedp_jax.state.layout import Trained
 from slidedp_jax.step.layer_functions import LayerFns, accumulate, apply_layers, choose, merge
 from slidedp_jax.transfer.device_map import ROWS, SAME, DeviceMap
@@ -34,7 +35,6 @@ class Body:
     donate: tuple[int, ...]
 
 
-_FUSED_ATTENTION = "dot_product_attention_fwd"
 _products = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 
 
@@ -85,9 +85,7 @@ class KeptPrograms:
             y, pullback = jax.vjp(saving, chosen, x)
         else:
             y, pullback = jax.vjp(lambda chosen: saving(chosen, x), chosen)
-        leaves, structure = jax.tree.flatten(pullback)
-        given = jax.tree.leaves((trees, x, batch))
-        places = [_place(leaf, given) for leaf in leaves]
+        structure, leaves, places = pullback_parts(pullback, jax.tree.leaves((trees, x, batch)))
         self._pullbacks[_signature(trees, x, batch)] = structure, places
         return y, [leaf[None] for leaf, place in zip(leaves, places, strict=True) if place is None]
 
@@ -103,14 +101,9 @@ class KeptPrograms:
 
 def _is_kept(primitive: Any, *arguments: Any, **parameters: Any) -> bool:
     """Whether a result is kept: of products with weights, and of a fused attention program."""
-    if primitive.name.startswith(_FUSED_ATTENTION):
+    if is_fused_attention(primitive):
         return True
     return bool(_products(primitive, *arguments, **parameters))
-
-
-def _place(leaf: Any, given: list[Any]) -> int | None:
-    """Index of `leaf` among the arrays that backward is given anyway."""
-    return next((index for index, other in enumerate(given) if other is leaf), None)
 
 
 def _signature(*arguments: Any) -> Any:

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import NamedSharding
 
+from slidedp_jax.jax_internals import inputs_read
 from slidedp_jax.models.streamed import Cache, CachedFn, StreamedModel
 from slidedp_jax.state.layout import ChunkLayout, Trained
 from slidedp_jax.step.kept_programs import Body, KeptPrograms
@@ -203,8 +203,7 @@ class ComputePrograms:
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, self.compute_dtype),
             self._model.embed.shapes,
         )
-        closed = jax.make_jaxpr(self._embed_gradients)(embed, batch, dx)
-        _, used = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
+        used = inputs_read(jax.make_jaxpr(self._embed_gradients)(embed, batch, dx))
         return any(used[: len(jax.tree.leaves(embed))])
 
     def _loss(self, head: Any, embed: Any, x: jax.Array, batch: Any) -> jax.Array:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from slidedp_jax.jax_internals import is_ready
 from slidedp_jax.planner.strategy import GradientRoute, WeightRoute
 from slidedp_jax.state.layout import ChunkLayout, FlatLayout
 from slidedp_jax.transfer.copies import download, on_host_devices, upload
@@ -203,7 +204,7 @@ class ArrivingGradient:
 
     def has_arrived(self) -> bool:
         """Whether the bytes are there."""
-        return all(array.is_ready() for array in self.pinned)
+        return all(map(is_ready, self.pinned))
 
     def wait(self) -> None:
         """Block until the bytes have arrived."""

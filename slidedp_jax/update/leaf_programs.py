@@ -16,7 +16,8 @@ from typing import Any
 import jax
 import optax
 
-_CALLS = ("pjit", "jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
+from slidedp_jax.jax_internals import called_program
+
 _SHAPES = re.compile(r"\[[\d,]*\]")
 
 
@@ -127,10 +128,9 @@ def _interpret(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[_Node]) -> li
 
     for equation in jaxpr.eqns:
         arguments = [read(atom) for atom in equation.invars]
-        inner = equation.params.get("jaxpr") or equation.params.get("call_jaxpr")
-        if equation.primitive.name in _CALLS and inner is not None:
-            body, body_consts = getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
-            results = _interpret(body, body_consts, arguments)
+        called = called_program(equation)
+        if called is not None:
+            results = _interpret(*called, arguments)
         else:
             params = tuple(sorted(equation.params.items(), key=lambda item: item[0]))
             results = [

@@ -17,7 +17,7 @@ from slidedp_jax.data import (
     load_examples,
     load_tokenizer,
 )
-from slidedp_jax.data.encode import tokens_in_spans
+from slidedp_jax.data.encode import begin_inside, token_begins
 from slidedp_jax.errors import UserError
 
 # What is supervised.
@@ -106,6 +106,9 @@ def test_markers_without_the_closing_token_get_a_note(load, tmp_path):
 
 
 def test_tokens_are_told_by_where_they_begin():
+    def tokens_in_spans(offsets, spans):
+        return begin_inside(token_begins(offsets), spans)
+
     # Text "ab cd", spans as a tokenizer reports them with leading spaces cut off.
     assert tokens_in_spans([(0, 2), (3, 5)], [(2, 5)]).tolist() == [False, True]
     assert tokens_in_spans([(0, 2), (3, 5)], [(3, 5)]).tolist() == [False, False]

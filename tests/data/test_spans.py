@@ -21,7 +21,7 @@ from template_texts import (
 from slidedp_jax.data.chat_template import ChatTemplate
 from slidedp_jax.data.records import RowError
 from slidedp_jax.data.rows import ChatRow
-from slidedp_jax.data.spans import assistant_spans
+from slidedp_jax.data.spans import locate
 
 SPECIALS = ("<|im_start|>", "<|im_end|>", "</s>")
 
@@ -38,9 +38,9 @@ def chat(*turns, train=None, **extra):
 
 def learnt(row, source, specials=SPECIALS, **kwargs):
     template = ChatTemplate(source, origin="test", special_tokens={"eos_token": "</s>"})
-    text, spans = assistant_spans(row, template, specials, **kwargs)
-    assert text == template.render(row.messages, tools=row.tools)
-    return [text[begin:end] for begin, end in spans]
+    located = locate(row, template, specials, **kwargs)
+    assert located.text == template.render(row.messages, tools=row.tools)
+    return [located.text[begin:end] for begin, end in located.learnt]
 
 
 @pytest.mark.parametrize("source", [CHATML, CHATML_MARKED, NO_GENERATION_PROMPT, COUNTS_MESSAGES])
@@ -198,9 +198,9 @@ def test_tools_and_template_variables_reach_the_template():
     source = "{{ tools | tojson }}{{ mood }}" + CHATML
     row = chat("q", "a", tools=[{"name": "<f>"}], template_kwargs={"mood": "!"})
     template = ChatTemplate(source, origin="test")
-    text, spans = assistant_spans(row, template, SPECIALS, {"mood": "?"})
-    assert text.startswith('[{"name": "<f>"}]!<|im_start|>user')
-    assert [text[b:e] for b, e in spans] == ["a<|im_end|>"]
+    located = locate(row, template, SPECIALS, {"mood": "?"})
+    assert located.text.startswith('[{"name": "<f>"}]!<|im_start|>user')
+    assert [located.text[b:e] for b, e in located.learnt] == ["a<|im_end|>"]
 
 
 def test_inseparable_turns_are_refused_with_the_choices():

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -12,6 +13,7 @@ from plain_training import initial_parameters, random_batch
 from streamed_training import small_config, strategy, train, trainer
 
 from slidedp_jax.models import decoder
+from slidedp_jax.models.attention import attend
 from slidedp_jax.step.kept_programs import KeptPrograms
 
 OPTIMIZER = optax.adamw(1e-3, eps=1e-5, weight_decay=0.1)
@@ -110,6 +112,65 @@ def test_backward_of_a_kept_chunk_repeats_no_product_with_weights():
 
     # Seven products forward, twice as many backward.
     assert count(keeping) == count(recomputing) == 21
+
+
+def stand_in(name):
+    """Attention as one primitive of that name, with a gradient of its own, which only traces."""
+    primitive = jax.extend.core.Primitive(name)
+    primitive.def_abstract_eval(lambda q, k, v: q.update())
+
+    @jax.custom_vjp
+    def attend(q, k, v):
+        return primitive.bind(q, k, v)
+
+    def forward(q, k, v):
+        out = primitive.bind(q, k, v)
+        return out, (q, k, v, out)
+
+    attend.defvjp(forward, lambda kept, dy: tuple(part * kept[3] * dy for part in kept[:3]))
+    return attend
+
+
+def packed_cudnn(q, k, v):
+    rows, tokens = q.shape[:2]
+    batch = {
+        "segment_ids": jnp.ones((rows, tokens), jnp.int32),
+        "document_starts": jnp.tile(jnp.array([0, tokens], jnp.int32), (rows, 1)),
+        "document_lengths": jnp.full((rows, 1), tokens, jnp.int32),
+    }
+    return attend(q, k, v, batch, window=None, implementation="cudnn")
+
+
+def whole_cudnn(q, k, v):
+    return attend(q, k, v, {}, window=None, implementation="cudnn")
+
+
+@pytest.mark.parametrize(
+    ("attention", "times"),
+    [
+        (stand_in("dot_product_attention_fwd_of_some_kind"), 1),
+        (stand_in("attention"), 2),  # so that this test would notice
+        (packed_cudnn, 1),
+        (whole_cudnn, 1),
+    ],
+    ids=["stand_in", "of_another_name", "packed_cudnn", "whole_cudnn"],
+)
+def test_fused_attention_runs_once_in_a_kept_chunk(attention, times, traced_cudnn):
+    def layer(weights, x, batch):
+        q, k, v = ((x @ weight).reshape(*x.shape[:2], 4, 64) for weight in weights[:3])
+        return x + attention(q, k, v).reshape(x.shape) @ weights[3]
+
+    kept_programs = KeptPrograms(lambda *_, **__: None, (layer,), False, None, True)
+
+    def both_ways(trees, x, dy):
+        _, kept = kept_programs._forward(trees, x, {})
+        return kept_programs._backward(trees, x, kept, dy, {}, None)
+
+    weight = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((2, 64, 256), jnp.bfloat16)
+    jaxpr = jax.make_jaxpr(both_ways)(((weight,) * 4,), x, x).jaxpr
+    names = [eqn.primitive.name for eqn in equations(jaxpr)]
+    assert sum("attention" in name and "bwd" not in name for name in names) == times
 
 
 def equations(jaxpr):

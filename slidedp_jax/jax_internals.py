@@ -1,0 +1,484 @@
+"""What the package relies on though JAX, XLA and Orbax do not promise it, all in one place.
+
+One function or constant each; it says what it relies on and what breaks if that changes. Each has a
+test of its own (`tests/test_jax_internals.py`), so that a version that changes one fails there and
+says which. JAX and Orbax are imported by the functions that need them: some of this comes before
+JAX's first use, and the planner does without.
+
+What public functions do without promising it stays with its use and its test: which forms of the
+update are fast (`update/kernel_form.py`), that XLA's pinned pool keeps what it is given
+(`planner/pinned_pool.py`), which primitives multiply matrices (`adapter/matmul_flops.py`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.metadata
+import importlib.util
+import inspect
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import jax
+    import orbax.checkpoint as ocp
+    from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive
+
+# Before JAX's first use.
+
+CHOOSE_WITHOUT_TIMING: Mapping[str, str] = {
+    "xla_gpu_autotune_level": "0",
+    "xla_gpu_enable_triton_gemm": "false",
+}
+"""XLA flags under which kernels of matrix products are chosen by cuBLAS's rules.
+
+By default XLA times candidates while it compiles and takes the fastest, which differs from one
+compilation to the next and with it the last bits of results: on an H200 the same command ended in
+other weights (docs/benchmarks). Steps are as fast, and compiling is twice as fast. XLA ends the
+process at a flag that it does not know; one that means something else shows in `check_same_bits`.
+"""
+
+MULTI_OUTPUT_FUSION = "xla_cpu_use_multi_output_fusion"
+"""Option of XLA:CPU under which the outputs of one host update are compiled together.
+
+An unknown option is ignored without a word, and the update is then 2 to 5 times slower.
+"""
+
+BACKEND_OPTIONS = "--xla_backend_extra_options="
+"""XLA flag that takes such options, separated by commas; the last one given wins."""
+
+NUM_CPU_THREADS = "PJRT_NPROC"
+"""Environment variable: threads of XLA's CPU client. Unknown, a collective of more devices than
+there are cores could wait for ever for a thread."""
+
+GPU_MEMORY_FRACTION = "XLA_CLIENT_MEM_FRACTION"
+"""Environment variable: share of a GPU's memory that JAX reserves at its start. Unknown, it would
+reserve its usual three quarters, and plans that need more would run out of memory."""
+
+FORMER_MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+"""Its former name; JAX refuses to start where both are set."""
+
+PINNED_LIMIT_GIB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+"""Environment variable: cap of the pinned host pool of JAX's GPU client. Unknown, the pool would
+end at 64 GiB, and gradients of larger models would find no room."""
+
+
+def jax_version() -> tuple[int, int]:
+    """Major and minor version, without importing JAX."""
+    major, minor = importlib.metadata.version("jax").split(".")[:2]
+    return int(major), int(minor)
+
+
+def gains_from_multi_output_fusion(version: tuple[int, int]) -> bool:
+    """Whether the host update is faster with `MULTI_OUTPUT_FUSION`, by version of JAX.
+
+    On 0.11 the blocked update then runs about five times as fast, on 0.10 the one on whole arrays
+    twice as fast. From 0.12 on XLA compiles the loop as one kernel by itself, and with the option
+    it no longer writes in place. `scripts/bench/bench_host_update.py` measures a new version.
+    """
+    return version < (0, 12)
+
+
+def xla_flags() -> list[str]:
+    """Flags that XLA will read, or has read, from the environment."""
+    return os.environ.get("XLA_FLAGS", "").split()
+
+
+def add_xla_flags(wanted: Mapping[str, str]) -> None:
+    """Set flags, name to value, that nobody has set otherwise.
+
+    Relies on XLA reading `XLA_FLAGS` when its backends start, and only then.
+    """
+    named = {flag.lstrip("-").split("=")[0] for flag in xla_flags()}
+    added = [f"--{name}={value}" for name, value in wanted.items() if name not in named]
+    os.environ["XLA_FLAGS"] = " ".join([*xla_flags(), *added])
+
+
+def add_backend_option(option: str) -> None:
+    """Add to the `BACKEND_OPTIONS` an option that nobody has set otherwise."""
+    given = [flag for flag in xla_flags() if flag.startswith(BACKEND_OPTIONS)]
+    options = given[-1].removeprefix(BACKEND_OPTIONS).split(",") if given else []
+    if not any(other.startswith(option) for other in options):
+        options.append(option)
+    others = [flag for flag in xla_flags() if flag not in given]
+    os.environ["XLA_FLAGS"] = " ".join([*others, BACKEND_OPTIONS + ",".join(options)])
+
+
+def set_gpu_memory_fraction(fraction: float) -> None:
+    """Set `GPU_MEMORY_FRACTION` where the user has not set it, under either name."""
+    if FORMER_MEMORY_FRACTION not in os.environ:
+        os.environ.setdefault(GPU_MEMORY_FRACTION, str(fraction))
+
+
+def has_cuda_plugin() -> bool:
+    """Whether JAX's CUDA plugin is installed.
+
+    Relies on the names of its modules, `jax_plugins.xla_cuda12` and `13`; under another name,
+    platform "auto" would compute on the CPU.
+    """
+    return any(_is_module(f"jax_plugins.xla_cuda{major}") for major in (12, 13))
+
+
+def backends_have_started() -> bool:
+    """Whether JAX's backends have started, without starting them.
+
+    Relies on `jax._src.xla_bridge`, which alone knows. Could it not be told, `configure()` might
+    come too late, and XLA ignores flags that are set then.
+
+    Raises:
+      RuntimeError: this version of JAX does not tell.
+    """
+    if "jax" not in sys.modules:
+        return False
+    try:
+        from jax._src.xla_bridge import backends_are_initialized
+    except ImportError as error:
+        raise _changed("jax._src.xla_bridge.backends_are_initialized") from error
+    return backends_are_initialized()
+
+
+def _changed(what: str) -> RuntimeError:
+    """The error where a version of JAX lacks something that there is no doing without."""
+    return RuntimeError(
+        f"JAX {importlib.metadata.version('jax')} no longer has {what} as slidedp_jax knows it "
+        "(slidedp_jax/jax_internals.py). Install an older JAX, or a newer slidedp_jax"
+    )
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+# Arrays and memory.
+
+_INTEGERS: Mapping[int, Any] = {1: ctypes.c_uint8, 2: ctypes.c_uint16, 4: ctypes.c_uint32}
+
+
+def addresses(array: jax.Array) -> list[int]:
+    """Addresses of an array's pieces in host memory, in the order of its sharding's devices.
+
+    Relies on `unsafe_buffer_pointer`, and, with all that is built on it, on programs writing
+    donated arrays of memory kind `pinned_host` in place and on JAX never moving an array. An update
+    that moves its state is noticed (`PartState.replace`).
+    """
+    # `addressable_shards` computes an index per shard; `addressable_data` only looks up.
+    count = len(array.sharding.device_set)
+    return [array.addressable_data(number).unsafe_buffer_pointer() for number in range(count)]
+
+
+def raw_view(address: int, size: int, dtype: np.dtype[Any]) -> np.ndarray:
+    """Writable NumPy view of `size` elements at an address.
+
+    JAX does not know of it: the owner of the memory must not free or move it, and the caller must
+    not read while a program writes. (A view made by `np.asarray(array)` is tracked, and turns the
+    array's next donation into a silent copy.)
+    """
+    dtype = np.dtype(dtype)
+    raw = (_INTEGERS[dtype.itemsize] * size).from_address(address)
+    return np.ctypeslib.as_array(raw).view(dtype)
+
+
+def page_lock(device: jax.Device, address: int, num_bytes: int) -> None:
+    """Register a range of host memory with the driver of a GPU.
+
+    Relies on `dma_map` of the device's client, and on copies from registered memory taking no
+    detour; without the latter uploads would be as slow as from pageable memory.
+
+    Raises:
+      Exception: the driver refuses; of what type is not said.
+    """
+    device.client.dma_map(address, num_bytes)
+
+
+def page_unlock(device: jax.Device, address: int) -> None:
+    """Undo `page_lock`; must come before the memory is freed."""
+    device.client.dma_unmap(address)
+
+
+def is_ready(array: jax.Array) -> bool:
+    """Whether an array's values are there, without waiting for them.
+
+    Relies on `is_ready`, which the type of arrays does not list.
+    """
+    ready: bool = array.is_ready()  # type: ignore[attr-defined]  # as said
+    return ready
+
+
+def cuda_capability(device: jax.Device) -> float | None:
+    """Compute capability of an NVIDIA GPU, None of any other device.
+
+    Relies on `client.platform_version` naming CUDA (JAX calls ROCm devices `gpu` too) and on
+    `compute_capability`; told otherwise, cuDNN's attention would no longer be chosen.
+    """
+    if device.platform != "gpu" or "cuda" not in device.client.platform_version.lower():
+        return None
+    return float(device.compute_capability)
+
+
+# Traced and compiled programs.
+
+FUSED_ATTENTION = "dot_product_attention_fwd"
+"""How names of cuDNN's primitives begin. By another name attention would be recomputed silently in
+the backward pass of chunks that keep their results."""
+
+CALLS = frozenset({"pjit", "jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"})
+"""Names of primitives that run another program. One of another name would look as if each of its
+results depended on all of its inputs, and optimizers that use it would be refused."""
+
+
+def is_fused_attention(primitive: Primitive) -> bool:
+    """Whether a primitive is a fused attention program's forward pass (`FUSED_ATTENTION`)."""
+    return primitive.name.startswith(FUSED_ATTENTION)
+
+
+def called_program(equation: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]] | None:
+    """Jaxpr and constants that an equation runs on its operands as they are, None of any other.
+
+    Relies on the names in `CALLS` and on their parameters `jaxpr` or `call_jaxpr`.
+    """
+    if equation.primitive.name not in CALLS:
+        return None
+    inner = equation.params.get("jaxpr") or equation.params.get("call_jaxpr")
+    if inner is None:
+        return None
+    return getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
+
+
+def inputs_read(program: ClosedJaxpr) -> list[bool]:
+    """Which inputs of a traced program its results depend on.
+
+    Relies on `dce_jaxpr` of `jax.interpreters.partial_eval`. It decides which stage owns a
+    parameter, and whether the embedding's gradient needs its weights.
+
+    Raises:
+      RuntimeError: this version of JAX has no such function.
+    """
+    try:
+        from jax.interpreters.partial_eval import dce_jaxpr
+    except ImportError as error:
+        raise _changed("jax.interpreters.partial_eval.dce_jaxpr") from error
+    _, used = dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))
+    return list(used)
+
+
+def pullback_parts(pullback: Any, given: Sequence[Any]) -> tuple[Any, list[Any], list[int | None]]:
+    """What the second result of `jax.vjp` holds, inside a trace.
+
+    Relies on its being a pytree of the arrays that it reads, among them, as the very tracers that
+    were passed, arguments of the differentiated function. If those were copies, a chunk that keeps
+    its results would hold its weights twice.
+
+    Args:
+      pullback: of a function under `jax.checkpoint`.
+      given: tracers, what the function was called with among them.
+
+    Returns:
+      The tree's structure, its leaves, and for each leaf its index among `given`, None if it is
+      none of them.
+
+    Raises:
+      RuntimeError: in this version of JAX a pullback holds something else.
+    """
+    import jax
+
+    _check_pullbacks()
+    leaves, structure = jax.tree.flatten(pullback)
+    return structure, leaves, [_index(leaf, given) for leaf in leaves]
+
+
+@functools.cache
+def _check_pullbacks() -> None:
+    """On a product with a weight: as it is, in a program of its own, and by a rule of its own."""
+    import jax
+
+    @jax.custom_vjp
+    def ruled(x: jax.Array, w: jax.Array) -> jax.Array:
+        return x @ w
+
+    def forward(x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        return x @ w, (x, w)
+
+    def backward(kept: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return dy @ kept[1].T, kept[0].T @ dy
+
+    ruled.defvjp(forward, backward)
+
+    def layer(weights: Sequence[jax.Array], x: jax.Array) -> jax.Array:
+        x = jax.numpy.tanh(x @ weights[0])
+        x = jax.numpy.tanh(jax.jit(lambda x, w: x @ w)(x, weights[1]))
+        return jax.numpy.tanh(ruled(x, weights[2]))
+
+    found: list[set[int | None]] = []
+
+    def trial(weights: Sequence[jax.Array], x: jax.Array) -> jax.Array:
+        policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        y, pullback = jax.vjp(jax.checkpoint(layer, policy=policy), weights, x)
+        leaves = jax.tree.leaves(pullback)
+        found.append({_index(leaf, (*weights, x)) for leaf in leaves})
+        found.append({number for number, leaf in enumerate(leaves) if leaf.shape == (4, 4)})
+        return y
+
+    weight = jax.ShapeDtypeStruct((4, 4), np.float32)
+    jax.eval_shape(trial, [weight] * 3, jax.ShapeDtypeStruct((2, 4), np.float32))
+    held, weights = found
+    if not held >= {0, 1, 2, 3} or len(weights) != 3:
+        raise _changed("the arrays that jax.vjp was given in the pullback that it returns")
+
+
+def _index(leaf: Any, given: Sequence[Any]) -> int | None:
+    return next((index for index, other in enumerate(given) if other is leaf), None)
+
+
+def varying_axes(array: jax.Array) -> frozenset[str]:
+    """Mesh axes over which an array varies inside `jax.shard_map` with `check_vma=True`.
+
+    Relies on `mat.varying` of an array's type; without it custom derivatives would not trace there.
+    """
+    import jax
+
+    axes: frozenset[str] = frozenset(jax.typeof(array).mat.varying)
+    return axes
+
+
+@functools.cache
+def packed_cudnn_attention() -> Callable[..., jax.Array] | str:
+    """Causal attention of packed rows by cuDNN, or the reason why there is none.
+
+    The function takes q, k, v [B, T, N, H], `q_seqlen`, `kv_seqlen`, `q_offsets`, `kv_offsets`,
+    `scale` and `sliding_window_length`. Relies on a call that JAX does not export, so its
+    signature is checked; without it packed rows take portable code, and the run says so.
+    """
+    version = f"JAX {importlib.metadata.version('jax')} has no packed cuDNN call of the form known"
+    try:
+        from jax._src.cudnn import fused_attention_stablehlo as fused
+
+        call, mask_type = fused.dot_product_attention, fused.MaskType.PADDING_CAUSAL
+    except (ImportError, AttributeError) as error:
+        return f"{version} ({error})"
+    expected = {"q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets", "scale", "mask_type"}
+    expected |= {"sliding_window_length", "qkv_layout"}
+    missing = expected - inspect.signature(call).parameters.keys()
+    if missing:
+        return f"{version} (it lacks {', '.join(sorted(missing))})"
+    packed: Callable[..., jax.Array] = functools.partial(
+        call, mask_type=mask_type, qkv_layout="BTNH"
+    )
+    return packed
+
+
+def temporary_bytes(compiled: jax.stages.Compiled) -> int:
+    """Memory for what a compiled program makes on its way, by XLA's account.
+
+    Relies on `memory_analysis`. Without it no memory of an adapted model could be planned.
+
+    Raises:
+      RuntimeError: this backend or version of JAX gives no such account.
+    """
+    found = getattr(compiled.memory_analysis(), "temp_size_in_bytes", None)
+    if found is None:
+        raise _changed("memory_analysis().temp_size_in_bytes of compiled programs")
+    return int(found)
+
+
+def bytes_accessed(compiled: jax.stages.Compiled) -> float:
+    """Bytes that a compiled program reads and writes, by XLA's account.
+
+    Relies on `cost_analysis`. Without it no memory traffic of an adapted model could be planned.
+
+    Raises:
+      RuntimeError: this backend or version of JAX gives no such account.
+    """
+    found = (compiled.cost_analysis() or {}).get("bytes accessed")
+    if found is None:
+        raise _changed("cost_analysis()['bytes accessed'] of compiled programs")
+    return float(found)
+
+
+# Orbax.
+
+
+class Unchanging(np.ndarray):
+    """An array that nobody writes to any more, so that Orbax need not copy it.
+
+    Relies on Orbax copying host arrays by `copy.deepcopy` before it writes them. If it copied them
+    in another way, a save would take twice the memory and, of large arrays, twice the time.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any] | None) -> Unchanging:
+        """Itself."""
+        return self
+
+
+def write_arrays(item: Path, arrays: Any, *, piece_bytes: int, smallest_piece_bytes: int) -> None:
+    """Write a tree of host arrays as one Orbax item, at an absolute path.
+
+    Arrays above `piece_bytes` are cut: in one piece, reading them would take their memory twice.
+    Not those whose sizes only allow pieces below `smallest_piece_bytes`, which take long to write.
+    Relies on Orbax's former interface, `Checkpointer(PyTreeCheckpointHandler(...))`, and on how it
+    cuts (`bytes_of_pieces`).
+
+    Raises:
+      ValueError, RuntimeError: TensorStore's, with the system's words inside.
+    """
+    import jax
+    import orbax.checkpoint as ocp
+
+    def cut(array: np.ndarray) -> ocp.SaveArgs:
+        pieces = bytes_of_pieces(array.shape, array.itemsize, piece_bytes)
+        return ocp.SaveArgs(chunk_byte_size=piece_bytes if pieces >= smallest_piece_bytes else None)
+
+    save_args = jax.tree.map(cut, arrays)
+    _checkpointer().save(item, args=ocp.args.PyTreeSave(arrays, save_args=save_args))
+
+
+def read_arrays(item: Path, specs: Any = None) -> Any:
+    """Read an Orbax item as a tree of NumPy arrays, or of what Orbax makes of it without `specs`.
+
+    Args:
+      item: absolute path.
+      specs: what is expected, a tree of `jax.ShapeDtypeStruct`.
+
+    Raises:
+      ValueError, KeyError, OSError, RuntimeError: it is not there, or damaged.
+    """
+    import jax
+    import orbax.checkpoint as ocp
+
+    if specs is None:
+        return _checkpointer().restore(item)
+    as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), specs)
+    wanted = ocp.args.PyTreeRestore(item=specs, restore_args=as_numpy)
+    return _checkpointer().restore(item, args=wanted)
+
+
+def bytes_of_pieces(shape: Sequence[int], itemsize: int, limit: int) -> int:
+    """Bytes of the pieces into which Orbax cuts an array; of one that it does not cut, the limit.
+
+    Relies on its taking the largest dimension to its next smaller divisor until a piece is small
+    enough. If it did otherwise, an embedding of a prime vocabulary might be written row by row.
+    """
+    piece = list(shape)
+    if math.prod(piece) * itemsize <= limit:
+        return limit
+    while math.prod(piece) * itemsize > limit:
+        largest = piece.index(max(piece))
+        whole, now = shape[largest], piece[largest]
+        piece[largest] = next(size for size in range(now - 1, 0, -1) if whole % size == 0)
+    return math.prod(piece) * itemsize
+
+
+def _checkpointer() -> ocp.Checkpointer:
+    """Uncompressed: weights do not compress, and zstd is the slowest part of a save."""
+    import orbax.checkpoint as ocp
+
+    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False, use_zarr3=True))
