@@ -11,38 +11,23 @@ Chunks in forward order: 0 is the embedding, then the layer chunks, the last is 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import jax
 
 from slidedp_jax.models.streamed import Cache, CachedFn
 from slidedp_jax.state.layout import ChunkLayout
+from slidedp_jax.step.in_flight import ForBackward, InFlight, StepOutputs
 from slidedp_jax.step.layer_functions import LayerFns
 from slidedp_jax.step.programs import ComputePrograms
 from slidedp_jax.tracer import Tracer
 from slidedp_jax.transfer.weight_window import WeightSource
 
 DeviceBatch = Mapping[str, jax.Array]
-Unsent = tuple[int, Any]
-"""A chunk and its accumulated gradients, which are still to be packed and sent."""
 
 GradientSink = Callable[[int, Sequence[jax.Array]], None]
 """Takes a chunk and its gradient as the devices send it (`routes.GradientPath.to_wire`)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepOutputs:
-    """What a step leaves on the devices.
-
-    Attributes:
-      losses: per microbatch, each device's sum of token losses, float32 [G].
-      squares: per trained chunk in forward order, sums of squares of the gradient shards, float32
-        [G].
-    """
-
-    losses: list[jax.Array]
-    squares: list[jax.Array]
 
 
 class Pipeline:
@@ -102,58 +87,56 @@ class Pipeline:
           sink: takes each chunk's gradient as soon as its computation is issued, and starts its
             copy to the host.
         """
-        boundaries, embed, last_trees, held = self._forward(
-            weights, microbatches, keep_from=self._lowest
-        )
+        embed, left = self._forward(weights, microbatches, keep_from=self._lowest)
         squares: list[jax.Array | None] = [None] * len(self._layouts)
-        losses, dxs, sums = self._head_pass(weights, embed, boundaries.pop(), microbatches, scale)
+        losses, dxs, sums = self._head_pass(weights, embed, left.inputs.pop(), microbatches, scale)
         if self._tied:
-            weights.release(0)
+            weights.release(0)  # its copy is complete: forward, which is done, has read it
         del embed
         head_sums, embed_sums = sums
-        pending, unsent = self._send_or_keep(self._head, (head_sums,), squares, sink)
+        above = self._send_or_keep(self._head, (head_sums,), squares, sink, done=losses)
         del head_sums, sums
-        above = self._head
         for chunk in range(self._head - 1, self._last_layers - 1, -1):
-            trees, residuals = held.pop(chunk, (last_trees, None))
+            trees = left.trees.pop(chunk, None)
             if trees is None:
                 trees = weights.take(chunk)
-            last_trees = None
             self._prefetch(weights, self._fetched_below(chunk))
+            residuals = left.residuals.pop(chunk, None)
             dxs, chunk_sums, packed = self._chunk_backward(
-                chunk, trees, boundaries.pop(), residuals, dxs, microbatches, unsent
+                chunk, trees, left.inputs.pop(), residuals, dxs, microbatches, above
             )
             del trees, residuals
-            end = None
-            if unsent is not None:
-                end = self._sent(unsent[0], packed, squares, sink)
-            last_end, unsent = self._send_or_keep(chunk, chunk_sums, squares, sink)
-            end = end if last_end is None else last_end
+            done = []
+            if packed is not None:
+                done = [self._sent(above.chunk, packed, squares, sink)]
+                above = replace(above, unsent=None)  # packed, so their memory is free
+            current = self._send_or_keep(chunk, chunk_sums, squares, sink, done=done)
             del chunk_sums, packed
             # Back-pressure: the chunk above is done, so its weights and gradients are free.
-            jax.block_until_ready(losses if pending is None else pending)
-            self._release_after_backward(weights, above)
-            pending, above = end, chunk
-            if end is None:
+            jax.block_until_ready(above.done)
+            self._release_after_backward(weights, above.chunk)
+            above = current
+            if not above.done:
                 # Nothing but dxs marks the end of this chunk, and the next program takes those.
                 jax.block_until_ready(dxs)
         if self._lowest == 0:
             embed_sums = self._embed_pass(weights, dxs, microbatches, embed_sums)
-        jax.block_until_ready(losses if pending is None else pending)
-        self._release_after_backward(weights, above)
+        # Beside the embedding's pass, which is short; an update of this chunk may begin now.
+        jax.block_until_ready(above.done)
+        self._release_after_backward(weights, above.chunk)
         if self._lowest == 0:
-            self._send_or_keep(0, (embed_sums,), squares, sink)
+            self._send_or_keep(0, (embed_sums,), squares, sink, done=[])
         return StepOutputs(losses=losses, squares=[part for part in squares if part is not None])
 
     def losses(self, weights: WeightSource, microbatches: Sequence[DeviceBatch]) -> list[jax.Array]:
         """Forward only: per microbatch, each device's sum of token losses, float32 [G]."""
-        boundaries, embed, *_ = self._forward(weights, microbatches, keep_from=self._head)
+        embed, left = self._forward(weights, microbatches, keep_from=self._head)
         head = weights.take(self._head)[0]
         losses = [
             self._programs.loss(head, embed, x, batch)
-            for x, batch in zip(boundaries.pop(), microbatches, strict=True)
+            for x, batch in zip(left.inputs.pop(), microbatches, strict=True)
         ]
-        jax.block_until_ready(losses)
+        jax.block_until_ready(losses)  # what is released next has been read
         weights.release(self._head)
         if self._tied:
             weights.release(0)
@@ -193,33 +176,30 @@ class Pipeline:
             previous = x
             with self._tracer.span("compute", f"generate {self._layouts[chunk].name}"):
                 x, caches[start:stop] = program(trees, x, batch, tuple(caches[start:stop]))
-            jax.block_until_ready(previous)
+            jax.block_until_ready(previous)  # back-pressure, as in `_forward`
             if chunk > 1 or not self._tied:
                 weights.release(chunk - 1)
             self._prefetch(weights, range(chunk + 1, self._head + 1))
         logits = self._programs.logits_at(weights.take(self._head)[0], embed, x, last)
-        jax.block_until_ready(logits)
+        jax.block_until_ready(logits)  # what is released next has been read
         for chunk in (self._head - 1, self._head, *([0] if self._tied else [])):
             weights.release(chunk)
         return logits
 
     def _forward(
         self, weights: WeightSource, microbatches: Sequence[DeviceBatch], *, keep_from: int
-    ) -> tuple[list[list[jax.Array]], Any, Any, dict[int, tuple[Any, list[Any]]]]:
-        """What backward needs of forward.
+    ) -> tuple[Any, ForBackward]:
+        """The embedding's weights if tied, and what backward needs of chunks from `keep_from` on.
 
-        Returns:
-          Inputs of the chunks from `keep_from` on; embedding weights if tied; the last layer
-          chunk's trees if its inputs are kept; trees and residuals of the kept chunks, likewise.
+        With `keep_from` at the head, that is the head's inputs alone.
         """
-        held: dict[int, tuple[Any, list[Any]]] = {}
         embed = weights.take(0)[0]
         self._prefetch(weights, range(1, self._head + 1))
         with self._tracer.span("compute", "embed"):
             xs = [self._programs.embed(embed, batch) for batch in microbatches]
         if not self._tied:
             embed = None
-        boundaries = [xs] if keep_from <= 1 else []
+        left = ForBackward(inputs=[xs] if keep_from <= 1 else [], trees={}, residuals={})
         trees = None
         for chunk in range(1, self._head):
             del trees
@@ -231,19 +211,22 @@ class Pipeline:
                     chunk, trees, previous, microbatches, keep=keep_from < self._head
                 )
             if residuals is not None:
-                held[chunk] = trees, residuals
+                left.trees[chunk], left.residuals[chunk] = trees, residuals
             if keep_from <= chunk + 1:
-                boundaries.append(xs)
+                left.inputs.append(xs)
+            # Back-pressure: what gave this chunk's inputs is done, and with it the chunk below.
             jax.block_until_ready(previous)
-            if chunk > 1 or not self._tied:
+            if chunk > 1 or not self._tied:  # the head still reads a tied embedding
                 weights.release(chunk - 1)
             # An update may have been committed meanwhile; its copy can still run beside this chunk.
             self._prefetch(weights, range(chunk + 1, self._head + 1))
         if keep_from == self._head:
+            # No backward will mark the last chunk's end.
             jax.block_until_ready(xs)
             weights.release(self._head - 1)
-            trees = None
-        return boundaries, embed, trees, held
+        else:
+            left.trees[self._head - 1] = trees
+        return embed, left
 
     def _chunk_forward(
         self,
@@ -300,7 +283,7 @@ class Pipeline:
                 loss, dx, sums = program(head, embed, x, batch, scale, sums)
                 losses.append(loss)
                 dxs.append(dx)
-        jax.block_until_ready(xs)
+        jax.block_until_ready(xs)  # back-pressure: the last layer chunk has run forward
         return losses, dxs, sums
 
     def _chunk_backward(
@@ -311,12 +294,12 @@ class Pipeline:
         residuals: list[Any] | None,
         dxs: list[jax.Array],
         microbatches: Sequence[DeviceBatch],
-        unsent: Unsent | None,
+        above: InFlight,
     ) -> tuple[list[jax.Array], Any, Any]:
-        """Gradients by the chunk's inputs, of its weights, and what packing `unsent` gave.
+        """Gradients by the chunk's inputs, of its weights, and what packing those unsent gave.
 
-        The last microbatch's program does the latter, so that the devices exchange another chunk's
-        gradients while they compute, and what it gives marks the end of all.
+        The last microbatch's program does the latter, so that the devices exchange the gradients of
+        the chunk above while they compute, and what it gives marks the end of all.
         """
         key = self._backward_key(chunk, len(microbatches))
         out, sums, packed = [], None, None
@@ -324,13 +307,13 @@ class Pipeline:
             for number, (x, dx, batch) in enumerate(zip(xs, dxs, microbatches, strict=True), 1):
                 kept = () if residuals is None else (residuals.pop(0),)
                 arguments = trees, x, *kept, dx, self._of_chunk(chunk, batch), sums
-                if unsent is None or number < len(microbatches):
+                if above.unsent is None or number < len(microbatches):
                     program = self._programs.backward(key, kept=bool(kept))
                     below, sums = program(*arguments)
                 else:
-                    above = self._layouts[unsent[0]]
-                    program = self._programs.backward(key, kept=bool(kept), above=above)
-                    packed, (below, sums) = program(unsent[1], *arguments)
+                    layout = self._layouts[above.chunk]
+                    program = self._programs.backward(key, kept=bool(kept), above=layout)
+                    packed, (below, sums) = program(above.unsent, *arguments)
                 out.append(below)
         return out, sums, packed
 
@@ -360,24 +343,31 @@ class Pipeline:
             for dx, batch in zip(dxs, microbatches, strict=True):
                 sums = self._programs.embed_backward(embed, batch, dx, sums)
         if self._embed_reads_values:
-            jax.block_until_ready(sums)
+            jax.block_until_ready(sums)  # its programs are done with the weights
             weights.release(0)
         return sums
 
     def _send_or_keep(
-        self, chunk: int, sums: Any, squares: list[jax.Array | None], sink: GradientSink
-    ) -> tuple[jax.Array | None, Unsent | None]:
+        self,
+        chunk: int,
+        sums: Any,
+        squares: list[jax.Array | None],
+        sink: GradientSink,
+        *,
+        done: list[jax.Array],
+    ) -> InFlight:
         """Pack and send a chunk's gradients, or leave that to the next chunk's program.
 
-        Returns:
-          What marks the end of packing, and what is left to do; of a frozen chunk, None and None.
+        `done` marks the end of the chunk's other programs, where anything does; a frozen chunk has
+        nothing to pack.
         """
         layout = self._layouts[chunk]
         if not layout.trained_parts:
-            return None, None
+            return InFlight(chunk=chunk, done=done)
         if self._sums_beside and chunk > self._last_layers:
-            return None, (chunk, sums)
-        return self._sent(chunk, self._programs.wire.pack(layout, sums), squares, sink), None
+            return InFlight(chunk=chunk, done=done, unsent=sums)
+        packed = self._programs.wire.pack(layout, sums)
+        return InFlight(chunk=chunk, done=[self._sent(chunk, packed, squares, sink)])
 
     def _sent(
         self, chunk: int, packed: Any, squares: list[jax.Array | None], sink: GradientSink
