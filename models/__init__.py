@@ -6,6 +6,7 @@ Importing this package imports no JAX; `models.config` never does.
 |---|---|
 | `config.py` | one frozen description of a dense decoder, Hugging Face names, named shapes |
 | `streamed.py` | what the runtime needs of a model: stages of parameters and pure functions |
+| `named_results.py` | results of layers that backward is given instead of computing them again |
 | `decoder.py` | the decoder as such stages and functions |
 | `layers.py` | Flax NNX modules whose parameter paths are Hugging Face's names |
 | `cached_layers.py` | layers that keep keys and values, for generation |

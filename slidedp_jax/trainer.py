@@ -163,6 +163,7 @@ class Trainer:
         return StepMetrics(
             step=step,
             losses=outputs.losses,
+            aux=outputs.aux,
             num_supervised=prepared.num_supervised,
             num_tokens=prepared.num_tokens,
             update=update,
@@ -182,6 +183,8 @@ class Trainer:
 
     def evaluate(self, batch: Mapping[str, np.ndarray]) -> tuple[float, int]:
         """Mean loss of a batch's supervised tokens under the current weights, and their number.
+
+        As `StepMetrics.loss`, it has the layers' own losses in it, if any.
 
         If it fails or is interrupted, the trainer is as it was.
         """

@@ -16,10 +16,11 @@ from typing import Any
 
 import jax
 
-from slidedp_jax.models.streamed import Cache, CachedFn
+from slidedp_jax.models.streamed import Cache, CachedFn, LayerOutput
 from slidedp_jax.state.layout import ChunkLayout
-from slidedp_jax.step.in_flight import ForBackward, InFlight, StepOutputs
-from slidedp_jax.step.layer_functions import LayerFns
+from slidedp_jax.step.in_flight import InFlight, LeftByForward, StepOutputs
+from slidedp_jax.step.kept_programs import DECISIONS, EVERYTHING
+from slidedp_jax.step.layer_functions import ChunkKind, LayerFns
 from slidedp_jax.step.programs import ComputePrograms
 from slidedp_jax.tracer import Tracer
 from slidedp_jax.transfer.weight_window import WeightSource
@@ -88,6 +89,7 @@ class Pipeline:
             copy to the host.
         """
         embed, left = self._forward(weights, microbatches, keep_from=self._lowest)
+        aux = self._programs.totals(left.aux)
         squares: list[jax.Array | None] = [None] * len(self._layouts)
         losses, dxs, sums = self._head_pass(weights, embed, left.inputs.pop(), microbatches, scale)
         if self._tied:
@@ -101,11 +103,10 @@ class Pipeline:
             if trees is None:
                 trees = weights.take(chunk)
             self._prefetch(weights, self._fetched_below(chunk))
-            residuals = left.residuals.pop(chunk, None)
             dxs, chunk_sums, packed = self._chunk_backward(
-                chunk, trees, left.inputs.pop(), residuals, dxs, microbatches, above
+                chunk, trees, left, dxs, microbatches, scale, above
             )
-            del trees, residuals
+            del trees
             done = []
             if packed is not None:
                 done = [self._sent(above.chunk, packed, squares, sink)]
@@ -126,10 +127,14 @@ class Pipeline:
         self._release_after_backward(weights, above.chunk)
         if self._lowest == 0:
             self._send_or_keep(0, (embed_sums,), squares, sink, done=[])
-        return StepOutputs(losses=losses, squares=[part for part in squares if part is not None])
+        return StepOutputs(
+            losses=[*losses, *aux],
+            aux=aux,
+            squares=[part for part in squares if part is not None],
+        )
 
     def losses(self, weights: WeightSource, microbatches: Sequence[DeviceBatch]) -> list[jax.Array]:
-        """Forward only: per microbatch, each device's sum of token losses, float32 [G]."""
+        """Forward only; `StepOutputs.losses`."""
         embed, left = self._forward(weights, microbatches, keep_from=self._head)
         head = weights.take(self._head)[0]
         losses = [
@@ -140,7 +145,7 @@ class Pipeline:
         weights.release(self._head)
         if self._tied:
             weights.release(0)
-        return losses
+        return [*losses, *self._programs.totals(left.aux)]
 
     def next_logits(
         self,
@@ -188,10 +193,10 @@ class Pipeline:
 
     def _forward(
         self, weights: WeightSource, microbatches: Sequence[DeviceBatch], *, keep_from: int
-    ) -> tuple[Any, ForBackward]:
-        """The embedding's weights if tied, and what backward needs of chunks from `keep_from` on.
+    ) -> tuple[Any, LeftByForward]:
+        """The embedding's weights if tied, and what is left of the chunks from `keep_from` on.
 
-        With `keep_from` at the head, that is the head's inputs alone.
+        With `keep_from` at the head, nothing will run backward but the head.
         """
         embed = weights.take(0)[0]
         self._prefetch(weights, range(1, self._head + 1))
@@ -199,7 +204,8 @@ class Pipeline:
             xs = [self._programs.embed(embed, batch) for batch in microbatches]
         if not self._tied:
             embed = None
-        left = ForBackward(inputs=[xs] if keep_from <= 1 else [], trees={}, residuals={})
+        inputs = [xs] if keep_from <= 1 else []
+        left = LeftByForward(inputs=inputs, kinds={}, trees={}, residuals={}, aux=[])
         trees = None
         for chunk in range(1, self._head):
             del trees
@@ -207,11 +213,11 @@ class Pipeline:
             self._prefetch(weights, range(chunk + 1, self._head + 1))
             previous = xs
             with self._tracer.span("compute", f"forward {self._layouts[chunk].name}"):
-                xs, residuals = self._chunk_forward(
-                    chunk, trees, previous, microbatches, keep=keep_from < self._head
-                )
-            if residuals is not None:
-                left.trees[chunk], left.residuals[chunk] = trees, residuals
+                if keep_from < self._head and chunk >= self._last_layers:
+                    left.kinds[chunk] = self._kind(chunk, trees, previous[0], microbatches)
+                xs = self._chunk_forward(chunk, trees, previous, microbatches, left)
+            if chunk in left.kinds and chunk in self._kept:
+                left.trees[chunk] = trees
             if keep_from <= chunk + 1:
                 left.inputs.append(xs)
             # Back-pressure: what gave this chunk's inputs is done, and with it the chunk below.
@@ -234,26 +240,42 @@ class Pipeline:
         trees: Any,
         xs: list[jax.Array],
         microbatches: Sequence[DeviceBatch],
-        *,
-        keep: bool,
-    ) -> tuple[list[jax.Array], list[Any] | None]:
-        """Outputs per microbatch and, of a kept chunk, residuals per microbatch."""
-        if not keep or chunk not in self._kept:
-            forward = self._programs.forward(self._layer_fns[chunk - 1])
+        left: LeftByForward,
+    ) -> list[jax.Array]:
+        """X after the chunk, per microbatch; what else there is goes to `left`."""
+        kind = left.kinds.get(chunk)
+        keeps = kind is not None and bool(kind.keeps)
+        if keeps:
+            forward = self._programs.kept(kind).forward
         else:
-            forward = self._programs.kept(*self._backward_key(chunk, len(microbatches))).forward
+            forward = self._programs.forward(self._layer_fns[chunk - 1])
         outputs = [
             forward(trees, x, self._of_chunk(chunk, batch))
             for x, batch in zip(xs, microbatches, strict=True)
         ]
-        if not keep or chunk not in self._kept:
-            return outputs, None
-        return [x for x, _ in outputs], [residual for _, residual in outputs]
+        if keeps:
+            left.residuals[chunk] = [residuals for _, residuals in outputs]
+            outputs = [output for output, _ in outputs]
+        if isinstance(outputs[0], LayerOutput):
+            left.aux.append([output.aux for output in outputs])
+            outputs = [output.x for output in outputs]
+        return outputs
 
-    def _backward_key(self, chunk: int, num_microbatches: int) -> tuple[Any, ...]:
-        """What tells one chunk's backward program from another's."""
-        trained, needs_dx = self._layouts[chunk].trained, chunk > self._lowest
-        return self._layer_fns[chunk - 1], num_microbatches > 1, trained, needs_dx
+    def _kind(
+        self, chunk: int, trees: Any, x: jax.Array, microbatches: Sequence[DeviceBatch]
+    ) -> ChunkKind:
+        """Of a layer chunk that runs backward, with what it runs forward on."""
+        layer_fns = self._layer_fns[chunk - 1]
+        gives = self._programs.gives(layer_fns, trees, x, self._of_chunk(chunk, microbatches[0]))
+        keeps = DECISIONS if gives.decided else frozenset()
+        return ChunkKind(
+            layer_fns=layer_fns,
+            widen=len(microbatches) > 1,
+            trained=self._layouts[chunk].trained,
+            needs_dx=chunk > self._lowest,
+            gives_aux=gives.aux,
+            keeps=EVERYTHING if chunk in self._kept else keeps,
+        )
 
     def _fetched_below(self, chunk: int) -> list[int]:
         """Layer chunks below `chunk` that backward fetches, in its order."""
@@ -290,10 +312,10 @@ class Pipeline:
         self,
         chunk: int,
         trees: Any,
-        xs: list[jax.Array],
-        residuals: list[Any] | None,
+        left: LeftByForward,
         dxs: list[jax.Array],
         microbatches: Sequence[DeviceBatch],
+        scale: jax.Array,
         above: InFlight,
     ) -> tuple[list[jax.Array], Any, Any]:
         """Gradients by the chunk's inputs, of its weights, and what packing those unsent gave.
@@ -301,18 +323,20 @@ class Pipeline:
         The last microbatch's program does the latter, so that the devices exchange the gradients of
         the chunk above while they compute, and what it gives marks the end of all.
         """
-        key = self._backward_key(chunk, len(microbatches))
+        kind, xs, residuals = left.kinds[chunk], left.inputs.pop(), left.residuals.pop(chunk, None)
         out, sums, packed = [], None, None
         with self._tracer.span("compute", f"backward {self._layouts[chunk].name}"):
             for number, (x, dx, batch) in enumerate(zip(xs, dxs, microbatches, strict=True), 1):
                 kept = () if residuals is None else (residuals.pop(0),)
-                arguments = trees, x, *kept, dx, self._of_chunk(chunk, batch), sums
+                arguments = (trees, x, *kept, dx, self._of_chunk(chunk, batch), sums)
+                if kind.gives_aux:
+                    arguments += (scale,)
                 if above.unsent is None or number < len(microbatches):
-                    program = self._programs.backward(key, kept=bool(kept))
+                    program = self._programs.backward(kind)
                     below, sums = program(*arguments)
                 else:
                     layout = self._layouts[above.chunk]
-                    program = self._programs.backward(key, kept=bool(kept), above=layout)
+                    program = self._programs.backward(kind, above=layout)
                     packed, (below, sums) = program(above.unsent, *arguments)
                 out.append(below)
         return out, sums, packed
