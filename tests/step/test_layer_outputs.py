@@ -1,8 +1,6 @@
 """Layers with losses of their own and with choices: streamed training is training in memory.
 
-The reference is `jax.grad` of the whole loss and plain optax. Gradients are compared as such, since
-AdamW would hide a wrong scale: with SGD without momentum a step's gradient is what the weights have
-lost. Both sides compute in fp32 and sum in different orders.
+The reference is `jax.grad` of the whole loss and plain optax (`toy_layers`).
 """
 
 import functools
@@ -10,19 +8,25 @@ import itertools
 
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-import toy_layers
-from streamed_training import strategy
-from toy_layers import ErringHost, initial_parameters, streamed, token_batches
+from toy_layers import (
+    RATE,
+    ErringHost,
+    assert_equal,
+    batches,
+    initial_parameters,
+    plan,
+    streamed,
+    train,
+    train_plainly,
+    trainer,
+)
 
-from slidedp_jax import Trainer, UserError
+from slidedp_jax import UserError
 from slidedp_jax.models.named_results import decided
 from slidedp_jax.models.streamed import LayerOutput
 from slidedp_jax.state.freezing import frozen_names
 
-ROWS, TOKENS, RATE = 11, 6, 0.5  # a row fills up on three devices or in two microbatches
-OPTIMIZER = optax.sgd(RATE)
 KINDS = ("plain", "aux", "router", "aux")
 
 FROZEN = {
@@ -33,58 +37,9 @@ FROZEN = {
 }
 
 
-def batches():
-    return token_batches(ROWS, TOKENS, 3)
-
-
 @functools.cache
 def reference(kinds=KINDS, frozen="none"):
-    names = frozen_names(initial_parameters(kinds), FROZEN[frozen])
-    return toy_layers.train_plainly(kinds, OPTIMIZER, batches(), names)
-
-
-def plan(devices, microbatches, kept, layers, **changes):
-    return strategy(
-        rows_per_microbatch=-(-ROWS // (devices * microbatches)),
-        num_microbatches=microbatches,
-        kept_chunks=kept,
-        layers_per_chunk=layers,
-        num_host_devices=2 * devices,
-        block_size=64,
-        **changes,
-    )
-
-
-def trainer(model, plan, devices, **options):
-    options = {"max_grad_norm": None, "kernel_form": "whole"} | options
-    return Trainer(model, OPTIMIZER, strategy=plan, num_devices=devices, **options)
-
-
-def train(model, plan, devices, **options):
-    """Per step (loss, own part, weights lost by name); the last weights."""
-    with trainer(model, plan, devices, **options) as it:
-        steps, before = [], it.parameters()
-        for batch in batches():
-            metrics = it.step(batch)
-            after = it.parameters()
-            lost = {name: before[name] - after[name] for name in before}
-            steps.append((metrics.loss, metrics.aux_loss, lost))
-            before = after
-        return steps, before
-
-
-def assert_equal(run, plain):
-    (steps, parameters), (plain_steps, plain_parameters) = run, plain
-    for (loss, aux, lost), (plain_loss, plain_aux, gradients) in zip(
-        steps, plain_steps, strict=True
-    ):
-        np.testing.assert_allclose(loss, plain_loss, rtol=2e-6)
-        np.testing.assert_allclose(aux, plain_aux, rtol=2e-6)
-        for name, gradient in gradients.items():
-            # Weights around 1 lose 2e-7 by rounding.
-            np.testing.assert_allclose(lost[name], RATE * gradient, atol=1e-6, err_msg=name)
-    for name, values in plain_parameters.items():
-        np.testing.assert_allclose(parameters[name], values, atol=2e-6, err_msg=name)
+    return train_plainly(kinds, frozen_names(initial_parameters(kinds), FROZEN[frozen]))
 
 
 # Devices, microbatches, kept chunks, layers per chunk, frozen: every pair of values occurs.

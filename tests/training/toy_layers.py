@@ -1,6 +1,8 @@
 """Small layers with losses of their own and with choices, and the plain training of their models.
 
 A model is a tuple of kinds of layers, bottom first. Parameters are a flat dict by full name.
+Gradients are compared as such, since AdamW would hide a wrong scale: with plain SGD a step's
+gradient is what the weights have lost. Both sides compute in fp32 and sum in different orders.
 Letters: B rows, T tokens, D hidden, E experts, V vocabulary.
 """
 
@@ -11,12 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from streamed_training import strategy
 
+from slidedp_jax import Trainer
 from slidedp_jax.models.named_results import decided
 from slidedp_jax.models.streamed import LayerOutput, Stage, StreamedModel
 
 VOCAB, WIDTH, EXPERTS, CHOSEN = 29, 8, 5, 2
 IGNORED = -100
+ROWS, TOKENS, RATE = 11, 6, 0.5  # a row fills up on three devices or in two microbatches
+OPTIMIZER = optax.sgd(RATE)
 SHAPES = {
     "plain": {"w": (WIDTH, WIDTH)},
     "aux": {"v": (WIDTH, 3), "w": (WIDTH, WIDTH)},
@@ -125,9 +131,10 @@ def initial_parameters(kinds):
     }
 
 
-def token_batches(num_rows, num_tokens, num_steps):
+def batches():
+    """Three steps of rows with unsupervised tokens."""
     rng = np.random.default_rng(4)
-    shape = (num_steps, num_rows, num_tokens)
+    shape = (3, ROWS, TOKENS)
     ids = rng.integers(0, VOCAB, shape, dtype=np.int32)
     labels = np.where(rng.random(shape) < 0.3, IGNORED, ids).astype(np.int32)
     return [{"input_ids": a, "labels": b} for a, b in zip(ids, labels, strict=True)]
@@ -149,10 +156,10 @@ def plain_losses(kinds, params, input_ids, labels):
     return total / jnp.sum(counts), aux / jnp.sum(counts)
 
 
-def train_plainly(kinds, optimizer: optax.GradientTransformation, batches, frozen=()):
+def train_plainly(kinds, frozen=()):
     """One step per batch: per step (loss, own part, gradients), and the last parameters."""
     params = {name: jnp.asarray(value) for name, value in initial_parameters(kinds).items()}
-    state = optimizer.init(params)
+    state = OPTIMIZER.init(params)
 
     @jax.jit
     def step(params, state, batch):
@@ -160,11 +167,55 @@ def train_plainly(kinds, optimizer: optax.GradientTransformation, batches, froze
             lambda p: plain_losses(kinds, p, batch["input_ids"], batch["labels"]), has_aux=True
         )(params)
         gradients = {n: 0 * g if n in frozen else g for n, g in gradients.items()}
-        updates, state = optimizer.update(gradients, state, params)
+        updates, state = OPTIMIZER.update(gradients, state, params)
         return optax.apply_updates(params, updates), state, (loss, aux, gradients)
 
     steps = []
-    for batch in batches:
+    for batch in batches():
         params, state, figures = step(params, state, batch)
         steps.append(figures)
     return steps, params
+
+
+def plan(devices, microbatches, kept, layers, **changes):
+    return strategy(
+        rows_per_microbatch=-(-ROWS // (devices * microbatches)),
+        num_microbatches=microbatches,
+        kept_chunks=kept,
+        layers_per_chunk=layers,
+        num_host_devices=2 * devices,
+        block_size=64,
+        **changes,
+    )
+
+
+def trainer(model, plan, devices, **options):
+    options = {"max_grad_norm": None, "kernel_form": "whole"} | options
+    return Trainer(model, OPTIMIZER, strategy=plan, num_devices=devices, **options)
+
+
+def train(model, plan, devices, **options):
+    """Per step (loss, own part, weights lost by name); the last weights."""
+    with trainer(model, plan, devices, **options) as it:
+        steps, before = [], it.parameters()
+        for batch in batches():
+            metrics = it.step(batch)
+            after = it.parameters()
+            lost = {name: before[name] - after[name] for name in before}
+            steps.append((metrics.loss, metrics.aux_loss, lost))
+            before = after
+        return steps, before
+
+
+def assert_equal(run, plain):
+    (steps, parameters), (plain_steps, plain_parameters) = run, plain
+    for (loss, aux, lost), (plain_loss, plain_aux, gradients) in zip(
+        steps, plain_steps, strict=True
+    ):
+        np.testing.assert_allclose(loss, plain_loss, rtol=2e-6)
+        np.testing.assert_allclose(aux, plain_aux, rtol=2e-6)
+        for name, gradient in gradients.items():
+            # Weights around 1 lose 2e-7 by rounding.
+            np.testing.assert_allclose(lost[name], RATE * gradient, atol=1e-6, err_msg=name)
+    for name, values in plain_parameters.items():
+        np.testing.assert_allclose(parameters[name], values, atol=2e-6, err_msg=name)
