@@ -24,8 +24,9 @@ from slidedp_jax.process import current_setup
 from slidedp_jax.state.model_chunks import trained_shapes
 from slidedp_jax.state.starting_state import Parameters, check_parameters
 from slidedp_jax.step.batch import PreparedBatch, prepare
+from slidedp_jax.step.in_flight import StepOutputs
 from slidedp_jax.step.metrics import StepMetrics, mean_loss
-from slidedp_jax.step.pipeline import GradientSink, StepOutputs
+from slidedp_jax.step.pipeline import GradientSink
 from slidedp_jax.tracer import Tracer
 from slidedp_jax.transfer.routes import DATA_AXIS, Gradient
 from slidedp_jax.transfer.weight_window import WeightSource
@@ -162,6 +163,7 @@ class Trainer:
         return StepMetrics(
             step=step,
             losses=outputs.losses,
+            aux=outputs.aux,
             num_supervised=prepared.num_supervised,
             num_tokens=prepared.num_tokens,
             update=update,
@@ -181,6 +183,8 @@ class Trainer:
 
     def evaluate(self, batch: Mapping[str, np.ndarray]) -> tuple[float, int]:
         """Mean loss of a batch's supervised tokens under the current weights, and their number.
+
+        As `StepMetrics.loss`, it has the layers' own losses in it, if any.
 
         If it fails or is interrupted, the trainer is as it was.
         """

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from slidedp_jax.models.named_results import inner_programs
 
 
 def matmul_flops(program: ClosedJaxpr | Jaxpr) -> float:
@@ -37,15 +38,7 @@ def _equation_flops(equation: Any) -> float:
     if name == "pallas_call":
         estimate = equation.params.get("cost_estimate")
         return float(estimate.flops) if estimate is not None else 0.0
-    inner = [matmul_flops(part) for part in _inner_programs(equation.params)]
+    inner = [matmul_flops(part) for part in inner_programs(equation.params)]
     if name == "cond":
         return max(inner, default=0.0)
     return equation.params.get("length", 1) * sum(inner) if name == "scan" else sum(inner)
-
-
-def _inner_programs(params: dict[str, Any]) -> Iterator[ClosedJaxpr | Jaxpr]:
-    """Programs that an equation calls."""
-    for value in params.values():
-        for part in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(part, ClosedJaxpr | Jaxpr):
-                yield part

@@ -14,7 +14,8 @@ from streamed_training import small_config, strategy, train, trainer
 
 from slidedp_jax.models import decoder
 from slidedp_jax.models.attention import attend
-from slidedp_jax.step.kept_programs import KeptPrograms
+from slidedp_jax.step.kept_programs import EVERYTHING, KeptPrograms
+from slidedp_jax.step.layer_functions import ChunkKind
 
 OPTIMIZER = optax.adamw(1e-3, eps=1e-5, weight_decay=0.1)
 LAYERS = 4
@@ -187,7 +188,8 @@ def equations(jaxpr):
 
 def programs(config):
     layer = decoder.build(config).layer_fns[0]
-    return KeptPrograms(lambda *_, **__: None, (layer,), False, None, True)
+    kind = ChunkKind(layer_fns=(layer,), widen=False, keeps=EVERYTHING)
+    return KeptPrograms(lambda *_, **__: None, kind)
 
 
 def layer_inputs(config):
