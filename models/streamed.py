@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -36,6 +36,23 @@ Batch = Mapping[str, jax.Array]
   fill up);
 - `layer_index` int32 [1]: the layer that runs, beside `row_seeds` and in layer functions only.
 """
+
+
+class LayerOutput(NamedTuple):
+    """What a layer gives that has a loss of its own beside the head's.
+
+    Attributes:
+      x: hidden states [B, T, D].
+      aux: float32 scalar, the layer's own loss: its *sum* over the rows at hand with its
+        coefficient, to which rows that fill up add nothing. It joins the sum of the token losses,
+        so the step minimises both per supervised token.
+    """
+
+    x: jax.Array
+    aux: jax.Array
+
+
+LayerFn = Callable[[Params, jax.Array, Batch], jax.Array | LayerOutput]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +114,10 @@ class StreamedModel:
       layers: parameters of each layer, bottom first.
       head: parameters of the final norm and, untied, the output projection.
       embed_fn: (embed params, batch) -> x [B, T, D].
-      layer_fns: one function per layer, (layer params, x, batch) -> x. Layers of equal structure
-        must share one function object: it is the key under which a chunk is compiled.
+      layer_fns: one function per layer, (layer params, x, batch) -> x or `LayerOutput`. Layers of
+        equal structure must share one function object: it is the key under which a chunk is
+        compiled. Backward calls them again; what must not be computed again has a name
+        (`models.named_results`).
       head_loss_fn: (head params, embed params or None, x, batch) -> float32 scalar, the *sum* of
         the losses of the supervised tokens. Embed params are given when `tied` is true.
       head_logits_fn: (head params, embed params or None, x) -> float32 logits [B, T, V].
@@ -117,7 +136,7 @@ class StreamedModel:
     layers: tuple[Stage, ...]
     head: Stage
     embed_fn: Callable[[Params, Batch], jax.Array]
-    layer_fns: tuple[Callable[[Params, jax.Array, Batch], jax.Array], ...]
+    layer_fns: tuple[LayerFn, ...]
     head_loss_fn: Callable[[Params, Params | None, jax.Array, Batch], jax.Array]
     head_logits_fn: Callable[[Params, Params | None, jax.Array], jax.Array]
     tied: bool

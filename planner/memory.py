@@ -150,6 +150,7 @@ def _forward_phases(sizes: _Sizes) -> dict[str, dict[str, float]]:
             "boundary_activations": (inputs + 1) * sizes.boundary,
             "layer_workspace": sizes.per_microbatch("forward_workspace_elements"),
             **sizes.kept,
+            **sizes.decided(chunks.layers),
             "batch_arrays": sizes.batch_arrays,
         },
         "loss": {
@@ -160,6 +161,7 @@ def _forward_phases(sizes: _Sizes) -> dict[str, dict[str, float]]:
             "logits": sizes.logits,
             "head_gradient": sizes.head_gradient,
             **sizes.kept,
+            **sizes.decided(chunks.layers),
             "batch_arrays": sizes.batch_arrays,
         },
     }
@@ -183,6 +185,7 @@ def _backward_phases(sizes: _Sizes) -> dict[str, dict[str, float]]:
             "layer_gradients": sizes.gradient(sizes.largest_layer) + leaving + summed,
             **tied_gradient,
             **sizes.kept,
+            **sizes.decided(chunks.layers),
             "batch_arrays": sizes.batch_arrays,
         },
         "pack": {
@@ -191,6 +194,7 @@ def _backward_phases(sizes: _Sizes) -> dict[str, dict[str, float]]:
             "layer_gradients": sizes.packing(sizes.largest_layer) + layer_wire + leaving,
             **tied_gradient,
             **sizes.kept,
+            **sizes.decided(chunks.layers),
             "batch_arrays": sizes.batch_arrays,
         },
         "first_backward": {
@@ -201,6 +205,7 @@ def _backward_phases(sizes: _Sizes) -> dict[str, dict[str, float]]:
             "layer_gradients": sizes.gradient(sizes.largest_layer) + layer_wire + summed_layer,
             **tied_gradient,
             **sizes.kept_of_first,
+            **sizes.decided(chunks.layers[:1]),
             "batch_arrays": sizes.batch_arrays,
         },
         "embedding_backward": {
@@ -326,6 +331,14 @@ class _Sizes:
         tokens = self._tokens * self._strategy.num_microbatches
         elements = sum(s.kept_elements or s.residual_elements for s in chunk.stages)
         return self.weights(chunk) + float(tokens * self._strategy.compute_bytes * elements)
+
+    def decided(self, chunks: Sequence[ChunkWork]) -> dict[str, float]:
+        """What backward of these chunks must be given, of all microbatches."""
+        elements = sum(stage.decided_elements for chunk in chunks for stage in chunk.stages)
+        if not elements:
+            return {}
+        tokens = self._tokens * self._strategy.num_microbatches
+        return {"decided": float(tokens * self._strategy.compute_bytes * elements)}
 
     @property
     def logits(self) -> float:

@@ -72,6 +72,8 @@ class StageWork:
       residual_elements: what the backward pass keeps of the recomputed forward pass.
       kept_elements: what a chunk that is not recomputed keeps from forward to backward; 0: as much
         as `residual_elements`.
+      decided_elements: what stays from forward to backward in any case, beside the above, because
+        it must not be computed again (the choices of a router); an int32 is two bf16 elements.
       forward_workspace_elements: most that is live at once inside the forward pass.
       backward_workspace_elements: most that is live at once inside the backward pass, beside the
         residuals.
@@ -88,6 +90,7 @@ class StageWork:
     window: int | None = None
     residual_elements: int = 0
     kept_elements: int = 0
+    decided_elements: int = 0
     forward_workspace_elements: int = 0
     backward_workspace_elements: int = 0
     elementwise_elements: int = 0

@@ -14,8 +14,10 @@ from slidedp_jax.process import configure
 if TYPE_CHECKING:
     from slidedp_jax.adapter.adapt import Adapted, adapt
     from slidedp_jax.errors import TrainingStopped, UserError
+    from slidedp_jax.pretrained import Pretrained, from_pretrained
     from slidedp_jax.state.starting_state import TO_BE_RESTORED
     from slidedp_jax.step.metrics import StepMetrics
+    from slidedp_jax.this_machine import plan_for
     from slidedp_jax.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -23,6 +25,9 @@ __version__ = "0.1.0"
 _LAZY = {
     "Adapted": "slidedp_jax.adapter.adapt",
     "adapt": "slidedp_jax.adapter.adapt",
+    "Pretrained": "slidedp_jax.pretrained",
+    "from_pretrained": "slidedp_jax.pretrained",
+    "plan_for": "slidedp_jax.this_machine",
     "Trainer": "slidedp_jax.trainer",
     "StepMetrics": "slidedp_jax.step.metrics",
     "TO_BE_RESTORED": "slidedp_jax.state.starting_state",
@@ -33,6 +38,7 @@ _LAZY = {
 __all__ = [
     "TO_BE_RESTORED",
     "Adapted",
+    "Pretrained",
     "StepMetrics",
     "Trainer",
     "TrainingStopped",
@@ -40,6 +46,8 @@ __all__ = [
     "__version__",
     "adapt",
     "configure",
+    "from_pretrained",
+    "plan_for",
 ]
 
 

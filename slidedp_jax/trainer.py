@@ -2,59 +2,41 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
+import os
+import pathlib
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
+from slidedp_jax.assembly import Settings, assemble
+from slidedp_jax.checkpoint.save_restore import Restored, newest, restore, save
 from slidedp_jax.errors import UserError
 from slidedp_jax.models.streamed import Cache, CachedFn, StreamedModel
 from slidedp_jax.planner.strategy import Strategy
 from slidedp_jax.process import current_setup
-from slidedp_jax.state.fences import Fences
-from slidedp_jax.state.host_store import HostStore
-from slidedp_jax.state.layout import ChunkLayout
-from slidedp_jax.state.model_chunks import chunks_of, trained_shapes
-from slidedp_jax.state.starting_state import (
-    Parameters,
-    ToBeRestored,
-    check_host_devices,
-    check_parameters,
-    make_state,
-)
+from slidedp_jax.state.model_chunks import trained_shapes
+from slidedp_jax.state.starting_state import Parameters, check_parameters
 from slidedp_jax.step.batch import PreparedBatch, prepare
+from slidedp_jax.step.in_flight import StepOutputs
 from slidedp_jax.step.metrics import StepMetrics, mean_loss
-from slidedp_jax.step.pipeline import GradientSink, Pipeline, StepOutputs
-from slidedp_jax.step.programs import ComputePrograms
+from slidedp_jax.step.pipeline import GradientSink
 from slidedp_jax.tracer import Tracer
-from slidedp_jax.transfer.device_map import DeviceMap
-from slidedp_jax.transfer.routes import DATA_AXIS, Gradient, GradientPath, weight_path
-from slidedp_jax.transfer.weight_window import StreamedWeights, WeightSource
-from slidedp_jax.transfer.wire_programs import WirePrograms
+from slidedp_jax.transfer.routes import DATA_AXIS, Gradient
+from slidedp_jax.transfer.weight_window import WeightSource
 from slidedp_jax.update.kernel_form import KernelForm, check_form
-from slidedp_jax.update.part_updates import PartUpdates
+from slidedp_jax.update.state_gate import free
 from slidedp_jax.update.step_guard import NonfinitePolicy, StepEnd, StepGuard
 from slidedp_jax.update.treatments import Treatments
-from slidedp_jax.update.update_thread import HostOptimizer, check_policy
+from slidedp_jax.update.update_thread import check_policy
 
 _LOG = logging.getLogger(__name__)
-
-
-_TO_RESTORE = (
-    "the trainer was made with TO_BE_RESTORED and has no weights yet; restore a checkpoint first"
-)
-_HALF_RESTORED = (
-    "restoring a checkpoint failed after everything had been judged, so the state is of neither "
-    "step; restore a checkpoint again"
-)
 
 
 class Trainer:
@@ -113,9 +95,6 @@ class Trainer:
         inference_only: bool = False,
         tracer: Tracer | None = None,
     ):
-        self.strategy = strategy
-        self.model = model
-        self.step_count = 0
         guard = StepGuard(
             on_nonfinite=on_nonfinite,
             max_loss=max_loss,
@@ -124,111 +103,34 @@ class Trainer:
         check_policy(strategy.update_policy, max_grad_norm, guard)
         check_parameters(parameters)
         check_form(kernel_form)
-        self._closed = False
-        self._lacking = _TO_RESTORE if isinstance(parameters, ToBeRestored) else ""
+        self.model = model
+        self.strategy = strategy
         self._inference_only = inference_only
         self._documents_per_row = documents_per_row
         self._seed = seed
-        self._tracer = tracer or Tracer()
         devices, host_devices = current_setup().devices()
         self._devices = _first(devices, num_devices)
-        check_host_devices(strategy, len(host_devices), len(self._devices))
-        self._mesh = Mesh(
-            np.array(self._devices), (DATA_AXIS,), axis_types=(jax.sharding.AxisType.Auto,)
-        )
-        self._device_sharding = NamedSharding(self._mesh, PartitionSpec(DATA_AXIS))
         treatments = Treatments(optimizer, trained_shapes(model, frozen), ema_decay=ema_decay)
-        self.ema_decay = ema_decay
         _warn_of_whole_parameters(treatments)
-        layouts, layer_fns = chunks_of(
-            model,
-            strategy,
-            groups=treatments.groups,
-            kinds=treatments.kinds,
-            whole=treatments.whole_parameters,
-        )
-        frozen_chunks = [n for n, layout in enumerate(layouts) if not layout.trained_parts]
-        self._fences = Fences(len(layouts), frozen=frozen_chunks)
-        self.store = make_state(
-            model,
-            layouts,
-            [optimizer.state_dtypes for optimizer in treatments.optimizers],
-            strategy,
-            host_devices[: strategy.num_host_devices],
-            self._device_sharding,
+        settings = Settings(
             parameters=parameters,
             seed=seed,
-            for_training=not inference_only,
+            max_grad_norm=max_grad_norm,
+            guard=guard,
+            kernel_form=kernel_form,
+            ema_decay=ema_decay,
+            inference_only=inference_only,
+            tracer=tracer or Tracer(),
         )
-        try:
-            self._start_updates(treatments, kernel_form)
-            self._make_pipeline(layouts, layer_fns)
-            self._updates = HostOptimizer(
-                self.store,
-                self._fences,
-                self._part_updates,
-                treatments.initial_shared(),
-                policy=strategy.update_policy,
-                max_grad_norm=max_grad_norm,
-                guard=guard,
-                sums_on_host=self._gradients.sums_on_host,
-                tracer=self._tracer,
-            )
-        except BaseException:
-            self.store.close()
-            raise
+        parts = assemble(model, treatments, strategy, self._devices, host_devices, settings)
+        self._rows = NamedSharding(parts.mesh, PartitionSpec(DATA_AXIS))
+        self._same = NamedSharding(parts.mesh, PartitionSpec())
+        self.store, self.weights, self.gate = parts.store, parts.weights, parts.gate
+        self._fences, self._updates, self._gradients = parts.fences, parts.updates, parts.gradients
+        self._programs, self._pipeline = parts.programs, parts.pipeline
         # A trainer that is dropped without `close` leaves neither thread nor page locks behind.
-        self._free = weakref.finalize(self, _free, self._updates, self.store)
-        self._free.atexit = False
-
-    def _start_updates(self, treatments: Treatments, kernel_form: KernelForm | None) -> None:
-        """The compiled updates; every part's optimizer state is initialised."""
-        self.optimizer_state = treatments.state
-        self._form_is_stated = kernel_form is not None
-        self._part_updates = PartUpdates(
-            treatments,
-            self.store,
-            device_sharding=self._device_sharding,
-            block_size=self.strategy.block_size,
-            form=kernel_form,
-        )
-        for part in self.store.parts:
-            self._part_updates.init(part)
-
-    def _make_pipeline(self, layouts: Sequence[ChunkLayout], layer_fns: Sequence[Any]) -> None:
-        """What moves weights and gradients, and the programs and order of the devices' work."""
-        strategy, dtype = self.strategy, jnp.dtype(self.strategy.compute_dtype)
-        route = weight_path(strategy.weight_route, self._mesh)
-        self._gradients = GradientPath(
-            strategy.gradient_route, self._mesh, self.store.sharding, dtype
-        )
-        on_devices = DeviceMap(self._mesh, dtype)
-        wire = WirePrograms(on_devices, route, self._gradients)
-        self._programs = ComputePrograms(
-            self.model,
-            on_devices,
-            wire,
-            embed_trained=layouts[0].trained,
-            head_trained=layouts[-1].trained,
-        )
-        self.weights = StreamedWeights(
-            self.store,
-            self._fences,
-            route,
-            wire.unpack,
-            with_low=strategy.compute_dtype == "float32",
-            tracer=self._tracer,
-        )
-        self._pipeline = Pipeline(
-            layouts,
-            layer_fns,
-            tied=self.model.tied,
-            programs=self._programs,
-            prefetch_depth=strategy.prefetch_depth,
-            kept_chunks=strategy.kept_chunks,
-            sums_beside=self._gradients.sums_on_devices,
-            tracer=self._tracer,
-        )
+        self._dropped = weakref.finalize(self, free, parts.updates, parts.weights, parts.store)
+        self._dropped.atexit = False
 
     def step(self, batch: Mapping[str, np.ndarray]) -> StepMetrics:
         """One optimizer step on a batch of rows (see `slidedp_jax.step.batch`).
@@ -241,25 +143,27 @@ class Trainer:
         """
         if self._inference_only:
             raise UserError("the trainer was made with inference_only=True, so it cannot train")
-        prepared = self.prepare(batch, training=True)
-        step = self.step_count + 1
-        self.weights.require(self.step_count)
-        try:  # until its end is handed over, nothing but a failure would end the step's updates
-            outputs = self.forward_backward(
-                self.weights,
-                prepared,
-                lambda chunk, wires: self._updates.submit(step, chunk, self.send(chunk, wires)),
-            )
-            loss = functools.partial(mean_loss, outputs.losses, prepared.num_supervised)
-            end = StepEnd(squares=outputs.squares, loss=loss, row_ids=prepared.row_ids)
-            self.step_count = step
-            update = self._updates.end_backward(step, end)
-        except BaseException as error:
-            self._fences.fail(error)
-            raise
+        with self.gate.turn:
+            prepared = self.prepare(batch, training=True)
+            step = self.gate.version + 1
+            self.weights.require(self.gate.version)
+            try:  # until its end is handed over, only a failure would end the step's updates
+                outputs = self.forward_backward(
+                    self.weights,
+                    prepared,
+                    lambda chunk, wires: self._updates.submit(step, chunk, self.send(chunk, wires)),
+                )
+                loss = functools.partial(mean_loss, outputs.losses, prepared.num_supervised)
+                end = StepEnd(squares=outputs.squares, loss=loss, row_ids=prepared.row_ids)
+                self.gate.version = step
+                update = self._updates.end_backward(step, end)
+            except BaseException as error:
+                self._fences.fail(error)
+                raise
         return StepMetrics(
             step=step,
             losses=outputs.losses,
+            aux=outputs.aux,
             num_supervised=prepared.num_supervised,
             num_tokens=prepared.num_tokens,
             update=update,
@@ -280,23 +184,14 @@ class Trainer:
     def evaluate(self, batch: Mapping[str, np.ndarray]) -> tuple[float, int]:
         """Mean loss of a batch's supervised tokens under the current weights, and their number.
 
+        As `StepMetrics.loss`, it has the layers' own losses in it, if any.
+
         If it fails or is interrupted, the trainer is as it was.
         """
-        prepared = self.prepare(batch)
-        with self._reading_weights():
+        with self.gate.passing(self.weights):
+            prepared = self.prepare(batch)
             losses = self._pipeline.losses(self.weights, self._place(prepared))
         return mean_loss(losses, prepared.num_supervised), prepared.num_supervised
-
-    @contextlib.contextmanager
-    def _reading_weights(self) -> Iterator[None]:
-        """A pass under the current weights that changes nothing, not even when it fails."""
-        self.require_weights()
-        self.weights.require(self.step_count)
-        try:
-            yield
-        except BaseException:
-            self.weights.abandon()
-            raise
 
     def next_logits(
         self,
@@ -316,18 +211,18 @@ class Trainer:
         Returns:
           Logits of the token after the last one, float32 [R, V].
         """
-        rows = NamedSharding(self._mesh, PartitionSpec(DATA_AXIS))
-        with self._reading_weights():
-            placed, at = jax.device_put((dict(batch), last), rows)
+        with self.gate.passing(self.weights):
+            placed, at = jax.device_put((dict(batch), last), self._rows)
             logits = self._pipeline.next_logits(self.weights, layer_fns, placed, at, caches)
-        return np.asarray(logits)
+            return np.asarray(logits)
 
     def init_caches(self, num_rows: int, capacity: int) -> list[Cache]:
         """Empty caches of all layers, rows spread over the compute devices."""
         assert self.model.cached is not None
-        rows = NamedSharding(self._mesh, PartitionSpec(DATA_AXIS))
+        self.gate.check()
         # The same function object every time, so it is compiled once per size.
-        make = jax.jit(self.model.cached.init_cache, static_argnums=(0, 1, 2), out_shardings=rows)
+        init = self.model.cached.init_cache
+        make = jax.jit(init, static_argnums=(0, 1, 2), out_shardings=self._rows)
         dtype = self._programs.compute_dtype
         return [make(num_rows, capacity, dtype) for _ in self.model.layers]
 
@@ -336,99 +231,65 @@ class Trainer:
         """Compute devices in use."""
         return len(self._devices)
 
-    def parameters(self) -> dict[str, np.ndarray]:
-        """All master weights, float32 copies by full name; waits for pending updates."""
-        self.require_weights()
-        self.wait()
-        return {name: self.store.read(name) for name in self.store.parameter_names}
-
-    def read_average(self, name: str) -> np.ndarray:
-        """Moving average of a parameter, float32; of a frozen one, the parameter.
-
-        Pending updates must have been waited for. Raises UserError without `ema_decay`.
-        """
-        if self.ema_decay is None:
-            raise UserError("no average is kept; pass ema_decay, such as 0.999, to the Trainer")
-        kept = len(self.store.state_specs(name))
-        return self.store.read_state(name, kept - 1) if kept else self.store.read(name)
-
-    def averaged_parameters(self) -> dict[str, np.ndarray]:
-        """Moving averages of all parameters, as `parameters`."""
-        self.wait()
-        return {name: self.read_average(name) for name in self.store.parameter_names}
-
     @property
-    def shared_optimizer_state(self) -> list[np.ndarray]:
-        """Optimizer state that no parameter owns (step counts), after all committed updates."""
-        return list(self._updates.shared)
-
-    def resume_at(self, step: int, shared: Sequence[np.ndarray]) -> None:
-        """Declare that the store now holds the state after `step` steps (a restored checkpoint)."""
-        self.wait()
-        self._updates.resume(shared)
-        self._fences.reset(step)
-        self.step_count = step
-        self._lacking = ""
-
-    @contextlib.contextmanager
-    def replacing_state(self) -> Iterator[None]:
-        """For whoever writes all of the state; unless that ends well, there are no weights."""
-        self.wait()
-        self._lacking = self._lacking or _HALF_RESTORED
-        yield
-        self._lacking = ""
+    def step_count(self) -> int:
+        """Optimizer steps done, those of a restored checkpoint included."""
+        return self.gate.version
 
     @property
     def kernel_form(self) -> KernelForm:
         """Form of the update kernel in use."""
-        return self._part_updates.form
+        return self.gate.kernel_form
 
-    def take_kernel_form(self, form: KernelForm) -> None:
-        """Go on with the form that a checkpoint was made with.
+    def parameters(self) -> dict[str, np.ndarray]:
+        """All master weights, float32 copies by full name; waits for pending updates."""
+        with self.gate.reading() as reader:
+            return {name: reader.read(name) for name in self.gate.parameter_names}
+
+    def averaged_parameters(self) -> dict[str, np.ndarray]:
+        """Moving averages of all parameters, as `parameters`; needs `ema_decay`."""
+        with self.gate.reading() as reader:
+            return {name: reader.read_average(name) for name in self.gate.parameter_names}
+
+    def save(
+        self, folder: str | os.PathLike[str], extra: Mapping[str, Any] | None = None
+    ) -> pathlib.Path:
+        """Write a checkpoint `folder/step_N`; pending updates are waited for.
+
+        Args:
+          folder: where checkpoints live; made if absent.
+          extra: JSON-able values to keep beside the state, which `restore` returns.
+
+        Returns:
+          The checkpoint's folder. One that holds this very state is left as it is.
 
         Raises:
-          UserError: another one was stated.
+          UserError: there is a checkpoint of another state with the same number of steps.
+          OSError: the file system refuses; no `step_N` is left behind.
         """
-        if form == self.kernel_form:
-            return
-        if self._form_is_stated:
-            raise UserError(
-                f"the checkpoint was made with the update kernel {form!r}, this trainer was told "
-                f"to use {self.kernel_form!r}, whose results differ in the last bit; leave "
-                "kernel_form out"
-            )
-        self.wait()
-        self._part_updates.use_form(form)
+        return save(self.gate, self.model, pathlib.Path(folder), extra or {})
+
+    def restore(self, folder: str | os.PathLike[str]) -> Restored:
+        """Go on from a checkpoint, whatever devices and chunking it was saved with.
+
+        Everything is judged before anything is changed.
+
+        Args:
+          folder: a checkpoint `step_N`, or a folder of them: then the newest.
+
+        Raises:
+          UserError: there is none, it is damaged, or of another model or optimizer.
+        """
+        return restore(self.gate, self.model, newest(pathlib.Path(folder)))
 
     def wait(self) -> None:
         """Block until every update of the steps so far is committed."""
-        self._check_open()
-        for chunk in range(len(self._fences)):
-            self._fences.wait_committed(chunk, self.step_count)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise UserError("the trainer is closed, and its host state with it")
-
-    def require_weights(self) -> None:
-        """Raise unless there is a state to use.
-
-        Raises:
-          UserError: the trainer is closed, or a checkpoint has to be restored first.
-        """
-        self._check_open()
-        if self._lacking:
-            raise UserError(self._lacking)
-
-    @property
-    def holds_weights(self) -> bool:
-        """Whether there are weights, which a failed restore would lose."""
-        return not self._lacking
+        self.gate.wait()
 
     def close(self) -> None:
         """Finish pending updates, end the update thread and free the host state."""
-        self._closed = True
-        self._free()
+        self.gate.close(self.weights)
+        self._dropped.detach()
 
     def __enter__(self) -> Trainer:
         return self
@@ -441,7 +302,7 @@ class Trainer:
 
         For training, the rows of a model that draws random numbers carry the next step's seeds.
         """
-        self.require_weights()
+        self.gate.check()
         draws = training and self.model.random
         return prepare(
             batch,
@@ -449,23 +310,16 @@ class Trainer:
             num_devices=len(self._devices),
             rows_per_microbatch=self.strategy.rows_per_microbatch,
             documents_per_row=self._documents_per_row,
-            seed_and_step=(self._seed, self.step_count + 1) if draws else None,
+            seed_and_step=(self._seed, self.gate.version + 1) if draws else None,
             token_arrays=self.model.token_arrays,
         )
 
     def _place(self, prepared: PreparedBatch) -> list[dict[str, jax.Array]]:
-        rows = NamedSharding(self._mesh, PartitionSpec(DATA_AXIS))
-        return [jax.device_put(arrays, rows) for arrays in prepared.microbatches]
+        return [jax.device_put(arrays, self._rows) for arrays in prepared.microbatches]
 
     def _scalar(self, value: float) -> jax.Array:
-        everywhere = NamedSharding(self._mesh, PartitionSpec())
-        placed: jax.Array = jax.device_put(np.float32(value), everywhere)
+        placed: jax.Array = jax.device_put(np.float32(value), self._same)
         return placed
-
-
-def _free(updates: HostOptimizer, store: HostStore) -> None:
-    updates.close()
-    store.close()
 
 
 def _warn_of_whole_parameters(treatments: Treatments) -> None:

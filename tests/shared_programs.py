@@ -12,7 +12,7 @@ import sys
 
 import numpy as np
 
-from slidedp_jax import trainer
+from slidedp_jax import assembly
 from slidedp_jax.models import decoder
 from slidedp_jax.update import treatments
 
@@ -104,7 +104,7 @@ def _share_traces() -> None:
 
     build_shared.cache_clear = build_once.cache_clear
     decoder.build = build_shared
-    make_wire, make_programs = trainer.WirePrograms, trainer.ComputePrograms
+    make_wire, make_programs = assembly.WirePrograms, assembly.ComputePrograms
 
     def wire_once(on_devices, weights, gradients):
         route = type(weights), gradients.sums_on_host, gradients.wire_dtype
@@ -121,7 +121,7 @@ def _share_traces() -> None:
             return _traced.setdefault(key, programs) if _active else programs
         return _traced[key]
 
-    trainer.WirePrograms, trainer.ComputePrograms = wire_once, programs_once
+    assembly.WirePrograms, assembly.ComputePrograms = wire_once, programs_once
 
 
 def _share_trials_of_optimizers() -> None:

@@ -126,7 +126,6 @@ def make_trainer(args: argparse.Namespace) -> Any:
 def main() -> None:
     args = parse()
     slidedp_jax.configure()
-    from slidedp_jax.checkpoint import save_restore as checkpoint
 
     trainer = make_trainer(args)
     record = bench_record.record(
@@ -136,10 +135,10 @@ def main() -> None:
         rss_before_gib=rss_gib(),
     )
     target = args.folder / "step_00000001"
-    record["save"] = timed(lambda: checkpoint.save(trainer, args.folder, {}))
+    record["save"] = timed(lambda: trainer.save(args.folder))
     record["checkpoint_bytes"] = sum(f.stat().st_size for f in target.rglob("*") if f.is_file())
     bench_record.save(args.out, record)
-    record["restore"] = timed(lambda: checkpoint.restore(trainer, target))
+    record["restore"] = timed(lambda: trainer.restore(target))
     shutil.rmtree(target)
     record["disk_bytes"] = int(args.disk_share * record["checkpoint_bytes"])
     if record["disk_bytes"]:

@@ -57,7 +57,9 @@ def time_layer(
 
 
 def our_programs(bench: Bench) -> tuple[Any, Any]:
-    backward = bench.programs.backward((bench.layer_fns, False), kept=False)
+    from slidedp_jax.step.layer_functions import ChunkKind
+
+    backward = bench.programs.backward(ChunkKind(layer_fns=bench.layer_fns, widen=False))
     return bench.programs.forward(bench.layer_fns), backward
 
 

@@ -165,10 +165,10 @@ class Check:
             ):
                 with self._trainer(count, dtype="float32") as trainer:
                     if first:
-                        checkpoint.restore(trainer, checkpoint.list_steps(folder)[-1])
+                        trainer.restore(checkpoint.list_steps(folder)[-1])
                     losses += steps(trainer, self._batches[first:last])[0]
                     if last < NUM_STEPS:
-                        checkpoint.save(trainer, folder, {})
+                        trainer.save(folder)
         difference = largest_difference(losses, whole.losses)
         tolerance = TOLERANCES["float32"]["loss"]
         return {

@@ -24,7 +24,7 @@ from slidedp_jax.adapter.randomness import row_by_row
 from slidedp_jax.adapter.source import Rows, Source
 from slidedp_jax.adapter.tree_source import from_tree
 from slidedp_jax.errors import UserError
-from slidedp_jax.models.streamed import Batch, Params, Stage, StreamedModel
+from slidedp_jax.models.streamed import Batch, LayerFn, LayerOutput, Params, Stage, StreamedModel
 
 RESERVED = {
     *("input_ids", "labels", "targets", "positions", "segment_ids", "key"),
@@ -53,7 +53,7 @@ def adapt(
     *,
     layers: str | Sequence[str],
     embed: Callable[..., jax.Array],
-    layer: Callable[..., jax.Array] | Sequence[Callable[..., jax.Array]],
+    layer: Callable[..., Any] | Sequence[Callable[..., Any]],
     head_loss: Callable[..., jax.Array],
     vocab_size: int,
     dropout: bool = False,
@@ -80,7 +80,9 @@ def adapt(
       embed: (model, batch) -> hidden states [B, T, D].
       layer: (layer, x, batch) -> x, or one such function per layer. Layers that are equal but for
         the values of their parameters are compiled once; a layer's number kept as an attribute
-        makes it another layer.
+        makes it another layer. A layer with a loss of its own returns (x, aux): aux is a float32
+        scalar, the *sum* over the rows at hand with its coefficient, and is minimised beside the
+        head's (`models.streamed.LayerOutput`).
       head_loss: (model, x, batch) -> float scalar: the *sum* of the losses of the supervised tokens
         (`batch["targets"]` is the token to predict, -100 where nothing counts).
       vocab_size: number of token ids that the embedding accepts, V.
@@ -94,7 +96,8 @@ def adapt(
         shifted, 0 in rows that fill up).
       tokens_per_row: T of the row on which the functions are traced here, for models that do not
         take any.
-      check_loss: compute `head_loss` once on made-up numbers, to see that it is a sum over rows.
+      check_loss: compute `head_loss`, and `layer` where it has a loss, once on made-up numbers, to
+        see that they are sums over rows.
 
     Raises:
       UserError: the model does not fit, with what was found and what to change.
@@ -135,7 +138,7 @@ def _streamed(source: Source, claims: Claims, vocab_size: int) -> StreamedModel:
 
     run_embed = _with_keys(source.embed, claims.draws[0])
     run_head = _with_keys(source.head_loss, claims.draws[-1])
-    made: dict[Any, Callable[..., jax.Array]] = {}
+    made: dict[Any, LayerFn] = {}
     layer_fns = []
     for fn, draws in zip(source.layer_fns, claims.draws[1:-1], strict=True):
         if fn not in made:
@@ -169,10 +172,14 @@ def _streamed(source: Source, claims: Claims, vocab_size: int) -> StreamedModel:
     )
 
 
-def _layer_fn(run: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    def layer_fn(params: Params, x: jax.Array, batch: Batch) -> jax.Array:
+def _layer_fn(run: Callable[..., Any]) -> LayerFn:
+    def layer_fn(params: Params, x: jax.Array, batch: Batch) -> jax.Array | LayerOutput:
         index = batch["layer_index"][0] if "layer_index" in batch else 0
-        return _joined(run(params, (x,), batch, index + 1), 3)
+        result = run(params, (x,), batch, index + 1)
+        if not isinstance(result, tuple):
+            return _joined(result, 3)
+        x, aux = result
+        return LayerOutput(_joined(x, 3), jnp.sum(aux))  # [B] where rows ran one by one
 
     return layer_fn
 

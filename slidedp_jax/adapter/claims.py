@@ -71,7 +71,8 @@ def claim(source: Source, batch: Rows, *, dropout: bool) -> Claims:
     for (path, tree), fn in zip(source.layers, source.layer_fns, strict=True):
         if fn not in traced:
             traced[fn] = trace(fn, tree, (x, batch), dropout)
-            found = _hidden(traced[fn].result, leading, f"layer at {path}")
+            result = _without_aux(traced[fn].result, f"layer at {path}")
+            found = _hidden(result, leading, f"layer at {path}")
             if found.shape != x.shape:
                 raise UserError(
                     f"layer at {path} turned hidden states of shape {x.shape} into {found.shape}; "
@@ -130,6 +131,19 @@ def trace(fn: Callable[..., Any], tree: Any, arguments: tuple[Any, ...], dropout
     return Traced(reads=frozenset(reads), draws=dropout and used[0], result=result)
 
 
+def _without_aux(result: Any, what: str) -> Any:
+    """The hidden states of what a layer returned, with or without an auxiliary loss."""
+    if not isinstance(result, tuple) or len(result) != 2 or getattr(result[1], "shape", 0) != ():
+        return result
+    x, aux = result
+    if aux.dtype != jnp.float32:
+        raise UserError(
+            f"the auxiliary loss of {what} is {aux.dtype}; it must be float32 whatever the dtype "
+            "of the parameters: jnp.sum(..., dtype=jnp.float32)"
+        )
+    return x
+
+
 def _hidden(result: Any, leading: tuple[int, int], what: str) -> Any:
     shape = getattr(result, "shape", None)
     if shape is None or len(shape) != 3 or shape[:2] != leading:
@@ -137,7 +151,8 @@ def _hidden(result: Any, leading: tuple[int, int], what: str) -> Any:
         raise UserError(
             f"{what} returned {got} for rows of shape {list(leading)}; it must return one array, "
             "the hidden states [rows, tokens, hidden] (of a layer that returns a tuple, such as "
-            "(cache, x), return x)"
+            "(cache, x), return x). Only a layer may return two: x and, as one float32 number, the "
+            "sum over the rows of a loss of its own"
         )
     return result
 

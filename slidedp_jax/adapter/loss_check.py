@@ -1,7 +1,9 @@
-"""Whether a user's loss is the sum that the runtime takes it for."""
+"""Whether a user's losses are the sums that the runtime takes them for."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,7 +12,7 @@ import numpy as np
 
 from slidedp_jax.adapter.claims import example_batch
 from slidedp_jax.errors import UserError
-from slidedp_jax.models.streamed import StreamedModel
+from slidedp_jax.models.streamed import LayerFn, LayerOutput, Stage, StreamedModel
 
 TOLERANCE = 0.02
 """Of the losses' size: rounding in bf16 stays below it, a mean over rows is off by half."""
@@ -21,7 +23,7 @@ IGNORED = -100
 def check_sum_over_rows(
     model: StreamedModel, x: jax.ShapeDtypeStruct, vocab_size: int, *, packed: bool
 ) -> None:
-    """Compute the loss of two made-up rows, together and apart, and of a row that counts nothing.
+    """Compute losses of two made-up rows, together and apart, and of a row that counts nothing.
 
     Args:
       model: the adapted model.
@@ -30,45 +32,107 @@ def check_sum_over_rows(
       packed: whether batches have segments.
 
     Raises:
-      UserError: the loss of two rows is not the sum of their losses, or an unsupervised row counts.
+      UserError: the loss of two rows is not the sum of their losses, or a row counts that must not.
     """
-    tokens = x.shape[1]
-    ids = np.arange(3 * tokens, dtype=np.int32).reshape(3, tokens) % vocab_size
-    targets = np.where([[True], [True], [False]], ids, IGNORED).astype(np.int32)
-    arrays = {
-        name: np.ones((3, *shape.shape[1:]), shape.dtype)
-        for name, shape in example_batch(
-            1, tokens, packed=packed, token_arrays=model.token_arrays
-        ).items()
-    }
-    arrays |= {"input_ids": ids, "targets": targets}
-    arrays["positions"] = np.tile(np.arange(tokens, dtype=np.int32), (3, 1))
+    rows = _MadeUpRows(model, x, vocab_size, packed)
 
-    def losses() -> list[jax.Array]:
+    def head_loss(which: Sequence[int]) -> jax.Array:
         head, embed = _made_up(model.head.shapes), _made_up(model.embed.shapes)
-        hidden = _waves(jax.ShapeDtypeStruct((3, *x.shape[1:]), x.dtype))
+        hidden, batch = rows.take(which)
+        return model.head_loss_fn(head, embed if model.tied else None, hidden, batch)
 
-        def of(*rows: int) -> jax.Array:
-            chosen = np.array(rows)
-            batch = {name: jnp.asarray(array[chosen]) for name, array in arrays.items()}
-            return model.head_loss_fn(head, embed if model.tied else None, hidden[chosen], batch)
+    _check_head(*_losses(head_loss, rows.UNSUPERVISED))
+    first_of_kind = dict(zip(model.layer_fns[::-1], model.layers[::-1], strict=True))
+    for layer_fn, stage in first_of_kind.items():
 
-        return [of(0, 1), of(0), of(1), of(2)]
+        def output(which: Sequence[int], fn: LayerFn = layer_fn, stage: Stage = stage) -> Any:
+            return fn(_made_up(stage.shapes), *rows.take(which))
 
-    both, first, second, nothing = map(float, jax.jit(losses)())
-    size = abs(first) + abs(second)
-    if not abs(both - first - second) <= TOLERANCE * size:
+        if isinstance(jax.eval_shape(partial(output, [0])), LayerOutput):
+
+            def aux(which: Sequence[int], output: Callable[..., Any] = output) -> jax.Array:
+                of_rows: jax.Array = output(which).aux
+                return of_rows
+
+            _check_aux(stage.name, *_losses(aux, rows.FILLING))
+
+
+class _MadeUpRows:
+    """Two rows, one of which nothing is supervised, and one that fills up a microbatch."""
+
+    UNSUPERVISED, FILLING = 2, 3
+
+    def __init__(
+        self, model: StreamedModel, x: jax.ShapeDtypeStruct, vocab_size: int, packed: bool
+    ):
+        tokens = x.shape[1]
+        ids = np.arange(4 * tokens, dtype=np.int32).reshape(4, tokens) % vocab_size
+        examples = example_batch(1, tokens, packed=packed, token_arrays=model.token_arrays)
+        arrays = {
+            name: np.ones((4, *shape.shape[1:]), shape.dtype) for name, shape in examples.items()
+        }
+        arrays |= {"input_ids": ids, "targets": ids.copy()}
+        arrays["positions"] = np.tile(np.arange(tokens, dtype=np.int32), (4, 1))
+        if packed:
+            arrays["document_starts"] = np.tile(np.array([[0, tokens]], np.int32), (4, 1))
+            arrays["document_lengths"] = np.full((4, 1), tokens, np.int32)
+        for array in arrays.values():
+            array[self.FILLING] = 0
+        arrays["targets"][[self.UNSUPERVISED, self.FILLING]] = IGNORED
+        self._arrays = arrays
+        self._x = jax.ShapeDtypeStruct((4, *x.shape[1:]), x.dtype)
+
+    def take(self, which: Sequence[int]) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Hidden states and batch of some rows."""
+        chosen = np.array(which)
+        batch = {name: jnp.asarray(array[chosen]) for name, array in self._arrays.items()}
+        return _waves(self._x)[chosen], batch
+
+
+def _losses(loss: Callable[[Sequence[int]], jax.Array], nothing: int) -> list[float]:
+    """Of two rows together and apart, and of a row that counts nothing."""
+    computed = jax.jit(lambda: [loss([0, 1]), loss([0]), loss([1]), loss([nothing])])()
+    return [float(value) for value in computed]
+
+
+def _check_head(both: float, first: float, second: float, nothing: float) -> None:
+    if not _is_sum(both, first, second):
         raise UserError(
             f"head_loss is no sum over rows: two rows together give {both:.6g}, apart "
             f"{first:.6g} and {second:.6g}. Return the sum of the losses of the supervised tokens, "
             "no mean; the runtime divides by their number in the whole step"
         )
-    if not abs(nothing) <= TOLERANCE * size / 100:
+    if not _is_nothing(nothing, first, second):
         raise UserError(
             f"head_loss of a row in which every target is -100 is {nothing:.6g}; it must be 0. "
             "Rows that fill up a microbatch and masked tokens must not count: multiply each "
             "token's loss by batch['targets'] >= 0"
         )
+
+
+def _check_aux(name: str, both: float, first: float, second: float, nothing: float) -> None:
+    if not _is_sum(both, first, second):
+        raise UserError(
+            f"the auxiliary loss of the layer at {name} is no sum over rows: two rows together "
+            f"give {both:.6g}, apart {first:.6g} and {second:.6g}. Return the sum over tokens, no "
+            "mean; the runtime adds it to the sum of the token losses and divides both by the "
+            "number of supervised tokens in the whole step"
+        )
+    if not _is_nothing(nothing, first, second):
+        raise UserError(
+            f"the auxiliary loss of the layer at {name} is {nothing:.6g} for a row that only fills "
+            "up a microbatch (targets -100, all else 0); it must be 0, or it would depend on the "
+            "number of devices: multiply each token's part by batch['targets'] >= 0, or by "
+            "batch['segment_ids'] > 0 where rows are packed"
+        )
+
+
+def _is_sum(both: float, first: float, second: float) -> bool:
+    return abs(both - first - second) <= TOLERANCE * (abs(first) + abs(second))
+
+
+def _is_nothing(nothing: float, first: float, second: float) -> bool:
+    return abs(nothing) <= TOLERANCE * (abs(first) + abs(second)) / 100
 
 
 def _made_up(shapes: Any) -> Any:

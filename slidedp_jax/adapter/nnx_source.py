@@ -29,7 +29,7 @@ def from_nnx(
     *,
     layers: str | Sequence[str],
     embed: Callable[..., jax.Array],
-    layer: Callable[..., jax.Array] | Sequence[Callable[..., jax.Array]],
+    layer: Callable[..., Any] | Sequence[Callable[..., Any]],
     head_loss: Callable[..., jax.Array],
     dropout: bool,
 ) -> Source:
@@ -143,7 +143,7 @@ class Split:
                 "computed twice and on several devices, so nothing but parameters may change, and "
                 "those only in the update. Use layers without running statistics (LayerNorm or "
                 "RMSNorm for BatchNorm, or model.eval() to freeze them), call the layer without a "
-                "cache, and sow nothing"
+                "cache, and sow nothing (a layer returns a loss of its own as (x, aux))"
             )
         if draws and not drawn and not self._dropout:
             listed = ", ".join(".".join(map(str, path)) for path in draws)

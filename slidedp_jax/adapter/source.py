@@ -30,7 +30,8 @@ class Source:
       layers: dotted path and shapes of the parameters of each layer, bottom first; no mapping,
         whose keys JAX's functions over trees sort as text.
       embed: (tree, batch, key) -> x [B, T, D].
-      layer_fns: per layer (layer tree, x, batch, key) -> x; equal layers share one object.
+      layer_fns: per layer (layer tree, x, batch, key) -> x or (x, aux); equal layers share one
+        object.
       head_loss: (tree, x, batch, key) -> scalar.
       write_back: masters by name -> the user's model with them.
     """
@@ -39,7 +40,7 @@ class Source:
     value: Callable[[str], Any]
     layers: tuple[tuple[str, Tree], ...]
     embed: Callable[[Tree, Batch, Key], jax.Array]
-    layer_fns: tuple[Callable[[Tree, jax.Array, Batch, Key], jax.Array], ...]
+    layer_fns: tuple[Callable[[Tree, jax.Array, Batch, Key], Any], ...]
     head_loss: Callable[[Tree, jax.Array, Batch, Key], jax.Array]
     write_back: Callable[[Mapping[str, np.ndarray]], Any]
 
@@ -62,8 +63,8 @@ class Rows(dict[str, Any]):
 
 
 def one_per_layer(
-    layer: Callable[..., jax.Array] | Sequence[Callable[..., jax.Array]], num_layers: int
-) -> list[Callable[..., jax.Array]]:
+    layer: Callable[..., Any] | Sequence[Callable[..., Any]], num_layers: int
+) -> list[Callable[..., Any]]:
     """The user's layer functions, bottom first."""
     fns = list(layer) if isinstance(layer, Sequence) else [layer] * num_layers
     if len(fns) != num_layers:

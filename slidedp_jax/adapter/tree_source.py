@@ -28,7 +28,7 @@ def from_tree(
     *,
     layers: str | Sequence[str],
     embed: Callable[..., jax.Array],
-    layer: Callable[..., jax.Array] | Sequence[Callable[..., jax.Array]],
+    layer: Callable[..., Any] | Sequence[Callable[..., Any]],
     head_loss: Callable[..., jax.Array],
 ) -> Source:
     """A pytree of arrays or shapes and functions over it; see `slidedp_jax.adapter.adapt`."""
@@ -42,7 +42,7 @@ def from_tree(
     nodes = layer_nodes(tree, layers, lambda node: hasattr(node, "shape"))
     fns = one_per_layer(layer, len(nodes))
     _refuse_shared(tree)
-    shared: dict[Any, Callable[..., jax.Array]] = {}
+    shared: dict[Any, Callable[..., Any]] = {}
     layer_fns = tuple(
         shared.setdefault((fn, _structure(node)), _with_key(fn))
         for fn, (_, node) in zip(fns, nodes, strict=True)

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from slidedp_jax.adapter.claims import example_batch
 from slidedp_jax.adapter.matmul_flops import matmul_flops
 from slidedp_jax.jax_internals import bytes_accessed, temporary_bytes
-from slidedp_jax.models.streamed import Stage, StreamedModel
+from slidedp_jax.models.named_results import DECIDED, named_bytes
+from slidedp_jax.models.streamed import LayerFn, Stage, StreamedModel
 from slidedp_jax.planner.workload import StageWork, Workload, parameter_groups
 
 LOGITS_BYTES = 4
@@ -91,7 +92,7 @@ class _Probe:
         self._packed = packed
         self.hidden_size = self._hidden(1, tokens).shape[-1]
 
-    def layer(self, stage: Stage, fn: Callable[..., jax.Array]) -> StageWork:
+    def layer(self, stage: Stage, fn: LayerFn) -> StageWork:
         """Work of one layer."""
         params = self._params(stage)
 
@@ -117,6 +118,7 @@ class _Probe:
             attention_heads=1 if quadratic else 0,
             attention_head_dim=round(quadratic / 2),
             residual_elements=residuals,
+            decided_elements=self._decided(forward),
             forward_workspace_elements=ahead.workspace,
             backward_workspace_elements=back.workspace - residuals,
             elementwise_elements=ahead.traffic,
@@ -176,7 +178,7 @@ class _Probe:
 
         return _Growth(workspace=per_token(temporaries), traffic=per_token(traffic))
 
-    def _residuals(self, fn: Callable[..., jax.Array], params: Any) -> int:
+    def _residuals(self, fn: LayerFn, params: Any) -> int:
         """What JAX keeps between forward and backward, before XLA fuses any of it away."""
 
         def kept(rows: int) -> float:
@@ -188,6 +190,15 @@ class _Probe:
             return float(sum(leaf.size * leaf.dtype.itemsize for leaf in leaves))
 
         return math.ceil((kept(2) - kept(1)) / (self._tokens * self._dtype.itemsize))
+
+    def _decided(self, make: Callable[..., Any]) -> int:
+        """What backward must be given instead of computing it again."""
+
+        def named(rows: int) -> int:
+            fn, arguments = make(rows, self._tokens)
+            return named_bytes(jax.make_jaxpr(fn)(*arguments), DECIDED)
+
+        return math.ceil((named(2) - named(1)) / (self._tokens * self._dtype.itemsize))
 
     def _params(self, stage: Stage) -> Any:
         return jax.tree.map(

@@ -17,8 +17,8 @@ import jax
 import numpy as np
 
 from slidedp_jax.errors import UserError
-from slidedp_jax.trainer import Trainer
 from slidedp_jax.update.kernel_form import KernelForm, kernel_form, major_minor
+from slidedp_jax.update.state_gate import StateGate, StateReader
 from slidedp_jax.update.state_meaning import digest
 from slidedp_jax.whole_files import write_whole
 
@@ -43,25 +43,30 @@ _PROGRAM_PACKAGES = ("jax", "optax")
 """Their versions decide how an optimizer's programs are written down."""
 
 
-def describe(trainer: Trainer, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The record of the trainer's present state, without checksums of its arrays.
+def describe(
+    gate: StateGate,
+    reader: StateReader,
+    configuration: Mapping[str, Any],
+    extra: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The record of the state that is read, without checksums of its arrays.
 
     Raises:
       TypeError: `extra` holds what JSON cannot.
     """
-    meaning = trainer.optimizer_state
+    meaning = gate.meaning
     record = {
         "format": FORMAT,
-        "step": trainer.step_count,
+        "step": reader.version,
         "versions": {name: importlib.metadata.version(name) for name in _PROGRAM_PACKAGES},
-        "configuration": trainer.model.configuration,
-        "shared_optimizer_state": [to_json(leaf) for leaf in trainer.shared_optimizer_state],
+        "configuration": configuration,
+        "shared_optimizer_state": [to_json(leaf) for leaf in reader.shared],
         "shared_optimizer_state_names": list(meaning.shared),
-        "optimizer_state": state_kinds(trainer),
+        "optimizer_state": state_kinds(gate),
         "optimizer_state_names": meaning.names,
         "optimizer_programs": meaning.programs,
-        "kernel_form": trainer.kernel_form,
-        "ema_decay": trainer.ema_decay,
+        "kernel_form": gate.kernel_form,
+        "ema_decay": gate.ema_decay,
         "extra": dict(extra),
     }
     return dict(json.loads(json.dumps(record)))
@@ -101,20 +106,25 @@ def read_record(checkpoint: pathlib.Path) -> dict[str, Any]:
     return record
 
 
-def check_fits(checkpoint: pathlib.Path, record: Mapping[str, Any], trainer: Trainer) -> None:
+def check_fits(
+    checkpoint: pathlib.Path,
+    record: Mapping[str, Any],
+    gate: StateGate,
+    configuration: Mapping[str, Any],
+) -> None:
     """Whether a trainer can go on from a checkpoint, as far as its record tells.
 
     Raises:
       UserError: it cannot; the message names what differs.
     """
-    check_configuration(checkpoint, record, trainer.model.configuration)
-    _check_kinds(checkpoint, record["optimizer_state"], state_kinds(trainer))
-    _check_shared(checkpoint, record, trainer)
-    _check_meaning(checkpoint, record, trainer)
-    if record["ema_decay"] != trainer.ema_decay:
+    check_configuration(checkpoint, record, configuration)
+    _check_kinds(checkpoint, record["optimizer_state"], state_kinds(gate))
+    _check_shared(checkpoint, record, gate)
+    _check_meaning(checkpoint, record, gate)
+    if record["ema_decay"] != gate.ema_decay:
         raise UserError(
             f"{checkpoint} was made with ema_decay={record['ema_decay']}, this trainer has "
-            f"ema_decay={trainer.ema_decay}; use the former"
+            f"ema_decay={gate.ema_decay}; use the former"
         )
     if record["kernel_form"] not in get_args(KernelForm):
         raise _damaged(checkpoint / RECORD, f"kernel_form is {record['kernel_form']!r}")
@@ -157,11 +167,11 @@ def form_to_go_on_with(record: Mapping[str, Any]) -> KernelForm:
     return form
 
 
-def state_kinds(trainer: Trainer) -> dict[str, list[str]]:
+def state_kinds(gate: StateGate) -> dict[str, list[str]]:
     """Parameter name -> dtype and shape of each of its optimizer state arrays; none if frozen."""
     return {
-        name: [f"{spec.dtype}{list(spec.shape)}" for spec in trainer.store.state_specs(name)]
-        for name in trainer.store.parameter_names
+        name: [f"{spec.dtype}{list(spec.shape)}" for spec in gate.state_specs(name)]
+        for name in gate.parameter_names
     }
 
 
@@ -217,26 +227,26 @@ def _check_kinds(
             )
 
 
-def _check_shared(checkpoint: pathlib.Path, record: Mapping[str, Any], trainer: Trainer) -> None:
+def _check_shared(checkpoint: pathlib.Path, record: Mapping[str, Any], gate: StateGate) -> None:
     def kinds(leaves: list[np.ndarray]) -> list[str]:
         return [f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves]
 
     saved = kinds(shared_state(checkpoint, record))
-    wanted = kinds([np.asarray(leaf) for leaf in trainer.shared_optimizer_state])
-    names = record.get("shared_optimizer_state_names", list(trainer.optimizer_state.shared))
-    if saved != wanted or names != list(trainer.optimizer_state.shared):
+    wanted, own = kinds(gate.shared), list(gate.meaning.shared)
+    names = record.get("shared_optimizer_state_names", own)
+    if saved != wanted or names != own:
         raise UserError(
             f"{checkpoint} holds the shared optimizer state {saved} ({', '.join(names)}), this "
-            f"optimizer keeps {wanted} ({', '.join(trainer.optimizer_state.shared)}): a constant "
+            f"optimizer keeps {wanted} ({', '.join(own)}): a constant "
             "learning rate and a schedule differ so; resume with an optimizer of the same form"
         )
 
 
-def _check_meaning(checkpoint: pathlib.Path, record: Mapping[str, Any], trainer: Trainer) -> None:
+def _check_meaning(checkpoint: pathlib.Path, record: Mapping[str, Any], gate: StateGate) -> None:
     """Arrays of the same shapes may be other things, or be made in another way."""
     if "optimizer_state_names" not in record:
         return
-    meaning = trainer.optimizer_state
+    meaning = gate.meaning
     for name, wanted in meaning.names.items():
         saved = record["optimizer_state_names"].get(name)
         if saved != list(wanted):

@@ -43,10 +43,9 @@ from slidedp_jax.checkpoint.stage_arrays import (
 )
 from slidedp_jax.errors import UserError
 from slidedp_jax.jax_internals import read_arrays, write_arrays
-from slidedp_jax.models.streamed import Stage
+from slidedp_jax.models.streamed import Stage, StreamedModel
 from slidedp_jax.planner.memory import largest_neighbours
-from slidedp_jax.state.host_store import HostStore
-from slidedp_jax.trainer import Trainer
+from slidedp_jax.update.state_gate import StateGate, StateReader
 from slidedp_jax.whole_files import UNFINISHED, remove_whole, sync_folder
 
 STAGES_AT_ONCE = 4
@@ -74,11 +73,14 @@ class Restored:
     extra: dict[str, Any]
 
 
-def save(trainer: Trainer, folder: pathlib.Path, extra: Mapping[str, Any]) -> pathlib.Path:
-    """Write `folder/step_N` for the trainer's present step N.
+def save(
+    gate: StateGate, model: StreamedModel, folder: pathlib.Path, extra: Mapping[str, Any]
+) -> pathlib.Path:
+    """Write `folder/step_N` for the present step N; see `Trainer.save`.
 
     Args:
-      trainer: its pending updates are waited for.
+      gate: of the state; pending updates are waited for.
+      model: its stages and configuration.
       folder: where checkpoints live; made if absent.
       extra: JSON-able values to keep beside the state.
 
@@ -89,53 +91,77 @@ def save(trainer: Trainer, folder: pathlib.Path, extra: Mapping[str, Any]) -> pa
       UserError: there is a checkpoint of another state with the same number of steps.
       OSError: the file system refuses; no `step_N` is left behind.
     """
-    trainer.require_weights()
-    trainer.wait()
-    record = describe(trainer, extra)
-    target = folder / f"step_{trainer.step_count:08d}"
-    if (target / RECORD).is_file():
-        _check_is_saved(trainer, target, record)
-        return target
-    remove_whole(target)  # half copied
-    unfinished = folder / f".{target.name}{UNFINISHED}"
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    try:
-        record["checksums"] = _of_all_stages(
-            trainer, lambda arrays, stage: _write_item(unfinished, stage, arrays)
-        )
-        write_record(unfinished, record)
-        unfinished.rename(target)
-    except BaseException:  # what is left would keep a full disk full
+    with gate.reading() as reader:
+        record = describe(gate, reader, model.configuration, extra)
+        target = folder / f"step_{reader.version:08d}"
+        if (target / RECORD).is_file():
+            _check_is_saved(gate, reader, model, target, record)
+            return target
+        remove_whole(target)  # half copied
+        unfinished = folder / f".{target.name}{UNFINISHED}"
         shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-    sync_folder(folder)
-    return target
+        unfinished.mkdir(parents=True)
+        try:
+            record["checksums"] = _of_all_stages(
+                gate, reader, model, lambda arrays, stage: _write_item(unfinished, stage, arrays)
+            )
+            write_record(unfinished, record)
+            unfinished.rename(target)
+        except BaseException:  # what is left would keep a full disk full
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+        sync_folder(folder)
+        return target
 
 
-def restore(trainer: Trainer, checkpoint: pathlib.Path) -> Restored:
-    """Read a checkpoint into a trainer, whatever devices and chunking it was saved with.
+def restore(gate: StateGate, model: StreamedModel, checkpoint: pathlib.Path) -> Restored:
+    """Read a checkpoint into the state, whatever devices and chunking it was saved with.
 
-    Pending updates are waited for. Everything is judged before anything is changed: where the
-    trainer holds weights already, the arrays are read once more for that. Only a disk that fails
-    in between leaves a trainer without weights, which says so until a checkpoint is restored.
+    Pending updates are waited for. Everything is judged before anything is changed: where there are
+    weights already, the arrays are read once more for that. Only a disk that fails in between
+    leaves a trainer without weights, which says so until a checkpoint is restored.
 
     Raises:
       UserError: the folder is not a complete checkpoint, damaged, or of another model, model
         configuration or optimizer.
     """
     record = read_record(checkpoint)
-    check_fits(checkpoint, record, trainer)
-    for item in (checkpoint / _item(stage) for stage in trainer.model.stages()):
-        if not item.is_dir():
-            raise UserError(f"{checkpoint} has no {item.name}: it is of another model or damaged")
-    trainer.take_kernel_form(form_to_go_on_with(record))
-    if trainer.holds_weights:
-        _of_all_items(trainer, checkpoint, record, lambda *_: None)
-    with trainer.replacing_state():
-        _of_all_items(trainer, checkpoint, record, write_stage)
-        trainer.resume_at(record["step"], shared_state(checkpoint, record))
+    with gate.turn:
+        gate.wait()
+        check_fits(checkpoint, record, gate, model.configuration)
+        for item in (checkpoint / _item(stage) for stage in model.stages()):
+            if not item.is_dir():
+                raise UserError(
+                    f"{checkpoint} has no {item.name}: it is of another model or damaged"
+                )
+        gate.take_kernel_form(form_to_go_on_with(record))
+        if gate.holds_weights:
+            _of_all_items(gate, model, checkpoint, record, lambda *_: None)
+        with gate.writing() as writer:
+            _of_all_items(
+                gate,
+                model,
+                checkpoint,
+                record,
+                lambda arrays, threads: write_stage(writer, arrays, threads),
+            )
+            writer.finish(record["step"], shared_state(checkpoint, record))
     return Restored(step=record["step"], extra=record["extra"])
+
+
+def newest(folder: pathlib.Path) -> pathlib.Path:
+    """A checkpoint itself, or the newest complete one in a folder of them.
+
+    Raises:
+      UserError: there is none.
+    """
+    if (folder / RECORD).is_file() or _STEP.fullmatch(folder.name):
+        return folder
+    if steps := list_steps(folder):
+        return steps[-1]
+    raise UserError(
+        f"{folder} holds no complete checkpoint; give a folder `step_N`, or one of them"
+    )
 
 
 def list_steps(folder: pathlib.Path) -> list[pathlib.Path]:
@@ -184,73 +210,82 @@ def _item(stage: Stage) -> str:
     return stage.item or stage.name or "head"
 
 
-def _check_is_saved(trainer: Trainer, target: pathlib.Path, record: Mapping[str, Any]) -> None:
-    """Whether a checkpoint holds the trainer's present state, bit for bit.
+def _check_is_saved(
+    gate: StateGate,
+    reader: StateReader,
+    model: StreamedModel,
+    target: pathlib.Path,
+    record: Mapping[str, Any],
+) -> None:
+    """Whether a checkpoint holds the state that is read, bit for bit.
 
     Raises:
       UserError: it holds another one.
     """
     saved = read_record(target)
     same = {name: saved.get(name) for name in record} == dict(record)
-    if same and _of_all_stages(trainer, lambda *_: None) == saved.get("checksums"):
+    if same and _of_all_stages(gate, reader, model, lambda *_: None) == saved.get("checksums"):
         return
     raise UserError(
-        f"{target} holds another state of step {trainer.step_count}, of another run or from before "
+        f"{target} holds another state of step {reader.version}, of another run or from before "
         "this one went back. Nothing was written: give another folder, or move that one away"
     )
 
 
 def _of_all_stages(
-    trainer: Trainer, use: Callable[[StageArrays, Stage], None]
+    gate: StateGate,
+    reader: StateReader,
+    model: StreamedModel,
+    use: Callable[[StageArrays, Stage], None],
 ) -> dict[str, Mapping[str, int]]:
     """Checksums of all arrays, each stage's handed to `use` while they are in memory."""
     sums: dict[str, Mapping[str, int]] = {}
     with ThreadPoolExecutor(THREADS) as threads:
 
         def of_stage(stage: Stage) -> Checksums:
-            arrays = read_stage(trainer.store, stage, threads)
+            arrays = read_stage(reader, stage, threads)
             found = checksums(arrays, threads)
             use(arrays, stage)
             return found
 
-        for found in _stage_by_stage(of_stage, trainer, [1] * len(trainer.model.stages())):
+        for found in _stage_by_stage(of_stage, gate, model, [1] * len(model.stages())):
             sums |= found
     return sums
 
 
 def _of_all_items(
-    trainer: Trainer,
+    gate: StateGate,
+    model: StreamedModel,
     checkpoint: pathlib.Path,
     record: Mapping[str, Any],
-    use: Callable[[HostStore, StageArrays, Executor], None],
+    use: Callable[[StageArrays, Executor], None],
 ) -> None:
     """Read, verify and hand on the arrays of every stage.
 
     Raises:
       UserError: some are not there, not whole, or others.
     """
-    stages = trainer.model.stages()
+    stages = model.stages()
     with ThreadPoolExecutor(THREADS) as threads:
 
         def of_stage(stage: Stage) -> None:
-            arrays = _load_item(trainer.store, checkpoint, record, stage, threads)
-            use(trainer.store, arrays, threads)
+            use(_load_item(gate, checkpoint, record, stage, threads), threads)
 
         # What stays on the devices is gathered on its way, beside what has been read.
-        copies = [1 + trainer.store.is_resident(stage.parameter_names()[0]) for stage in stages]
-        for _ in _stage_by_stage(of_stage, trainer, copies):
+        copies = [1 + gate.is_resident(stage.parameter_names()[0]) for stage in stages]
+        for _ in _stage_by_stage(of_stage, gate, model, copies):
             pass
 
 
 def _stage_by_stage(
-    work: Callable[[Stage], Any], trainer: Trainer, copies: Sequence[int]
+    work: Callable[[Stage], Any], gate: StateGate, model: StreamedModel, copies: Sequence[int]
 ) -> Iterator[Any]:
     """`work` on every stage, several at once: results as they come.
 
     `copies`: per stage, how many times its bytes are in memory meanwhile.
     """
-    stages = trainer.model.stages()
-    sizes = [stage_bytes(trainer.store, stage) for stage in stages]
+    stages = model.stages()
+    sizes = [stage_bytes(gate, stage) for stage in stages]
     costs = [size * number for size, number in zip(sizes, copies, strict=True)]
     return side_by_side(
         lambda item: work(item[0]),
@@ -280,7 +315,7 @@ def _write_item(folder: pathlib.Path, stage: Stage, arrays: StageArrays) -> None
 
 
 def _load_item(
-    store: HostStore,
+    gate: StateGate,
     checkpoint: pathlib.Path,
     record: Mapping[str, Any],
     stage: Stage,
@@ -292,7 +327,7 @@ def _load_item(
       UserError: they are not there, not whole, or others.
     """
     item = (checkpoint / _item(stage)).absolute()
-    wanted = {name: array_specs(store, name) for name in stage.parameter_names()}
+    wanted = {name: array_specs(gate, name) for name in stage.parameter_names()}
     try:
         tree = read_arrays(item, wanted)
         for name, arrays in wanted.items():

@@ -16,7 +16,7 @@ import numpy as np
 
 from slidedp_jax.jax_internals import Unchanging
 from slidedp_jax.models.streamed import Stage
-from slidedp_jax.state.host_store import HostStore
+from slidedp_jax.update.state_gate import StateGate, StateReader, StateWriter
 
 MASTER = "master"
 StageArrays = dict[str, dict[str, np.ndarray]]
@@ -27,13 +27,13 @@ Checksums = Mapping[str, Mapping[str, int]]
 """CRC-32 of the bytes of each array of `StageArrays`."""
 
 
-def read_stage(store: HostStore, stage: Stage, readers: Executor) -> StageArrays:
+def read_stage(reader: StateReader, stage: Stage, readers: Executor) -> StageArrays:
     """Fresh arrays of all parameters of a stage and their optimizer state."""
     jobs: dict[str, dict[str, Future[np.ndarray]]] = {
-        name: {MASTER: readers.submit(store.read, name)}
+        name: {MASTER: readers.submit(reader.read, name)}
         | {
-            state_key(number): readers.submit(store.read_state, name, number)
-            for number in range(len(store.state_specs(name)))
+            state_key(number): readers.submit(reader.read_state, name, number)
+            for number in range(len(reader.state_specs(name)))
         }
         for name in stage.parameter_names()
     }
@@ -43,19 +43,19 @@ def read_stage(store: HostStore, stage: Stage, readers: Executor) -> StageArrays
     }
 
 
-def stage_bytes(store: HostStore, stage: Stage) -> int:
+def stage_bytes(gate: StateGate, stage: Stage) -> int:
     """Bytes of these arrays."""
     return sum(
         math.prod(spec.shape) * spec.dtype.itemsize
         for name in stage.parameter_names()
-        for spec in array_specs(store, name).values()
+        for spec in array_specs(gate, name).values()
     )
 
 
-def array_specs(store: HostStore, name: str) -> dict[str, jax.ShapeDtypeStruct]:
+def array_specs(gate: StateGate, name: str) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape and dtype of each array of a parameter."""
-    master = jax.ShapeDtypeStruct(store.shapes[name], np.dtype(np.float32))
-    states = {state_key(n): spec for n, spec in enumerate(store.state_specs(name))}
+    master = jax.ShapeDtypeStruct(gate.shapes[name], np.dtype(np.float32))
+    states = {state_key(n): spec for n, spec in enumerate(gate.state_specs(name))}
     return {MASTER: master} | states
 
 
@@ -87,17 +87,17 @@ def verify(
 
 
 def write_stage(
-    store: HostStore, arrays: Mapping[str, Mapping[str, Any]], writers: Executor
+    writer: StateWriter, arrays: Mapping[str, Mapping[str, Any]], threads: Executor
 ) -> None:
     """Set all parameters of a stage and their optimizer state."""
 
     def write(item: tuple[str, Mapping[str, Any]]) -> None:
         name, values = item
-        store.write(name, values[MASTER])
-        for number in range(len(store.state_specs(name))):
-            store.write_state(name, number, values[state_key(number)])
+        writer.write(name, values[MASTER])
+        for number in range(len(writer.state_specs(name))):
+            writer.write_state(name, number, values[state_key(number)])
 
-    list(writers.map(write, arrays.items()))
+    list(threads.map(write, arrays.items()))
 
 
 def state_key(number: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -21,11 +21,20 @@ def export_run(
     trainer: Trainer, folder: RunFolder, inputs: RunInputs, args: TrainArguments
 ) -> None:
     """Write `export/` and, where an average is kept, `export_ema/`, unless they are there."""
-    trainer.wait()
-    targets: dict[pathlib.Path, Callable[[str], np.ndarray]] = {folder.export: trainer.store.read}
-    if args.ema_decay is not None:
-        targets[folder.export_ema] = trainer.read_average
-    content = f"{trainer.step_count} {args.export_dtype}"
+    with trainer.gate.reading() as reader:
+        targets = {folder.export: reader.read}
+        if args.ema_decay is not None:
+            targets[folder.export_ema] = reader.read_average
+        _write(targets, reader.version, inputs, args)
+
+
+def _write(
+    targets: Mapping[pathlib.Path, Callable[[str], np.ndarray]],
+    step: int,
+    inputs: RunInputs,
+    args: TrainArguments,
+) -> None:
+    content = f"{step} {args.export_dtype}"
     for path, read in targets.items():
         marker = path / _MARKER
         if marker.is_file() and marker.read_text() == content:

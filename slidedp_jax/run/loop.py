@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import slidedp_jax
-from slidedp_jax.checkpoint.save_restore import keep_last, restore, save
+from slidedp_jax.checkpoint.save_restore import keep_last
 from slidedp_jax.generate import encode_prompt, generate
 from slidedp_jax.models.decoder import build
 from slidedp_jax.models.hf_load import load_parameters
@@ -91,7 +91,7 @@ class Run:
     def _run(self, trainer: Trainer, resumed: Resumption | None) -> int:
         first_step = self._inputs.first_step
         if resumed is not None:
-            restore(trainer, resumed.checkpoint)
+            trainer.restore(resumed.checkpoint)
             self._tokens_seen = resumed.extra["tokens_seen"]
             self._skipped = resumed.extra["skipped_steps"]
             print(f"resuming from {resumed.checkpoint} at step {first_step}")
@@ -241,7 +241,7 @@ class Run:
             "seed": self._args.seed,
             IN_CHECKPOINT: essential(self._run_record),
         }
-        path = save(trainer, self._folder.checkpoints, extra)
+        path = trainer.save(self._folder.checkpoints, extra)
         self._folder.succeeded()
         keep_last(self._folder.checkpoints, self._args.save_total_limit)
         progress.say(f"saved {path}")

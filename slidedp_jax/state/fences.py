@@ -1,12 +1,13 @@
 """Per-chunk versions: the only synchronisation between uploads and updates.
 
 Version n of a chunk is its state after n committed updates. A fetch for step n + 1 waits until
-version n is committed; an update waits until no copy of the chunk is in flight. Nothing else is
-ordered, so a step has no drain at its end.
+version n is committed; an update waits until no copy of the chunk is in flight, and nobody holds an
+earlier version. Nothing else is ordered, so a step has no drain at its end.
 """
 
 from __future__ import annotations
 
+import collections
 import threading
 from collections.abc import Collection
 
@@ -26,6 +27,7 @@ class Fences:
         self._condition = threading.Condition()
         self._versions = [0] * num_chunks
         self._copies = [0] * num_chunks
+        self._holds: collections.Counter[int] = collections.Counter()
         self._failure: BaseException | None = None
 
     def __len__(self) -> int:
@@ -69,16 +71,31 @@ class Fences:
             self._copies[chunk] -= 1
             self._condition.notify_all()
 
-    def is_free(self, chunk: int) -> bool:
-        """Whether no copy of `chunk` is in flight; raises if something has failed."""
+    def hold(self, version: int) -> None:
+        """No chunk goes beyond `version` until `let_go`; none may have begun to."""
+        with self._condition:
+            assert all(self._versions[chunk] <= version for chunk in self.trained)
+            self._holds[version] += 1
+
+    def let_go(self, version: int) -> None:
+        """End a `hold`."""
+        with self._condition:
+            self._holds[version] -= 1
+            self._condition.notify_all()
+
+    def is_free(self, chunk: int, version: int) -> bool:
+        """Whether nobody reads what an update of `chunk` to `version` would change.
+
+        Raises if something has failed.
+        """
         with self._condition:
             self._check()
-            return self._copies[chunk] == 0
+            return self._is_free(chunk, version)
 
-    def wait_copies(self, chunk: int) -> None:
-        """Block until no copy of `chunk` is in flight."""
+    def wait_readers(self, chunk: int, version: int) -> None:
+        """Block until nobody reads what an update of `chunk` to `version` changes."""
         with self._condition:
-            self._condition.wait_for(lambda: self._failure or self._copies[chunk] == 0)
+            self._condition.wait_for(lambda: self._failure or self._is_free(chunk, version))
             self._check()
 
     def commit(self, chunk: int, version: int) -> None:
@@ -100,6 +117,10 @@ class Fences:
         with self._condition:
             self._failure = self._failure or cause
             self._condition.notify_all()
+
+    def _is_free(self, chunk: int, version: int) -> bool:
+        held = any(count and held < version for held, count in self._holds.items())
+        return self._copies[chunk] == 0 and not held
 
     def _has(self, chunk: int, version: int) -> bool:
         return chunk not in self.trained or self._versions[chunk] >= version

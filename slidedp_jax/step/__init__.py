@@ -3,6 +3,7 @@
 | file | |
 |---|---|
 | `pipeline.py` | the order of one step: what is issued when, what is waited for |
+| `in_flight.py` | what a step holds on the devices between its programs |
 | `programs.py` | forward, backward, head and generation as programs of the compute devices |
 | `layer_functions.py` | what those are made of: layers in turn, frozen leaves, sums |
 | `kept_programs.py` | chunks that are not recomputed |

@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from slidedp_jax.errors import UserError
+from slidedp_jax.models.streamed import LayerFn, LayerOutput
 from slidedp_jax.state.layout import Trained
 
-LayerFns = tuple[Callable[..., jax.Array], ...]
+LayerFns = tuple[LayerFn, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkKind:
+    """What tells the training programs of one chunk from those of another.
+
+    Attributes:
+      layer_fns: the chunk's layers.
+      widen: sum gradients in fp32 (several microbatches).
+      trained: which leaves are trained; None: all.
+      needs_dx: whether a chunk below needs the gradient of x.
+      gives_aux: whether a layer has an auxiliary loss.
+      keeps: names of the results that stay on the device from forward to backward
+        (`models.named_results`); the others are computed again.
+    """
+
+    layer_fns: LayerFns
+    widen: bool
+    trained: Trained | None = None
+    needs_dx: bool = True
+    gives_aux: bool = False
+    keeps: frozenset[str] = frozenset()
 
 
 def choose(trees: tuple[Any, ...], trained: Trained | None) -> tuple[Any, Any]:
@@ -45,14 +69,45 @@ def merge(chosen: Any, frozen: Any) -> Any:
     )
 
 
-def apply_layers(layer_fns: LayerFns, trees: Any, x: jax.Array, batch: Any) -> jax.Array:
-    """X after the layers; a batch with `layer_index` carries that of the first."""
+def apply_layers(
+    layer_fns: LayerFns, trees: Any, x: jax.Array, batch: Any
+) -> jax.Array | LayerOutput:
+    """X after the layers, with the sum of their auxiliary losses where any has one.
+
+    A batch with `layer_index` carries that of the first.
+    """
+    total = None
     for index, (layer_fn, params) in enumerate(zip(layer_fns, trees, strict=True)):
         own = batch
         if "layer_index" in batch:
             own = {**batch, "layer_index": batch["layer_index"] + index}
-        x = layer_fn(params, x, own)
-    return x
+        output = layer_fn(params, x, own)
+        if not isinstance(output, LayerOutput):
+            x = output
+            continue
+        x, aux = output
+        _check_aux(aux)
+        total = aux if total is None else total + aux
+    return x if total is None else LayerOutput(x, total)
+
+
+def per_device(output: jax.Array | LayerOutput) -> jax.Array | LayerOutput:
+    """What a chunk's program gives of it: each device's own sum of auxiliary losses, [1]."""
+    return LayerOutput(output.x, output.aux[None]) if isinstance(output, LayerOutput) else output
+
+
+def cotangent(dy: jax.Array, scale: tuple[jax.Array, ...]) -> Any:
+    """That of `apply_layers`' output; `scale` is 1 / supervised tokens if there is a loss in it."""
+    return LayerOutput(dy, *scale) if scale else dy
+
+
+def _check_aux(aux: jax.Array) -> None:
+    if aux.shape != () or aux.dtype != jnp.float32:
+        raise UserError(
+            f"a layer's auxiliary loss is {aux.dtype}{list(aux.shape)}; it must be one float32 "
+            "number, the sum over the rows at hand. Add it up in float32 whatever the compute "
+            "dtype: jnp.sum(..., dtype=jnp.float32)"
+        )
 
 
 def accumulate(sums: Any, gradients: Any, widen: bool) -> Any:

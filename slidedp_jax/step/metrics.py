@@ -28,6 +28,7 @@ class StepMetrics:
         *,
         step: int,
         losses: Sequence[jax.Array],
+        aux: Sequence[jax.Array] = (),
         num_supervised: int,
         num_tokens: int,
         update: Callable[[], StepUpdate],
@@ -36,12 +37,26 @@ class StepMetrics:
         self.num_tokens = num_tokens
         self.num_supervised_tokens = num_supervised
         self._losses = losses
+        self._aux = aux
         self._update = update
+
+    def __str__(self) -> str:
+        skipped = ", skipped" if self.skipped else ""
+        return f"step {self.step}: loss {self.loss:.4f}, grad norm {self.grad_norm:.4f}{skipped}"
 
     @cached_property
     def loss(self) -> float:
-        """Mean loss of the supervised tokens, before the step's update."""
+        """What the step minimises, before its update, per supervised token.
+
+        That is the mean loss of the supervised tokens and, where layers have losses of their own,
+        `aux_loss`.
+        """
         return mean_loss(self._losses, self.num_supervised_tokens)
+
+    @cached_property
+    def aux_loss(self) -> float:
+        """The layers' own losses within `loss`, coefficients included; 0 if there are none."""
+        return mean_loss(self._aux, self.num_supervised_tokens)
 
     @property
     def grad_norm(self) -> float:

@@ -11,38 +11,24 @@ Chunks in forward order: 0 is the embedding, then the layer chunks, the last is 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import jax
 
-from slidedp_jax.models.streamed import Cache, CachedFn
+from slidedp_jax.models.streamed import Cache, CachedFn, LayerOutput
 from slidedp_jax.state.layout import ChunkLayout
-from slidedp_jax.step.layer_functions import LayerFns
+from slidedp_jax.step.in_flight import InFlight, LeftByForward, StepOutputs
+from slidedp_jax.step.kept_programs import DECISIONS, EVERYTHING
+from slidedp_jax.step.layer_functions import ChunkKind, LayerFns
 from slidedp_jax.step.programs import ComputePrograms
 from slidedp_jax.tracer import Tracer
 from slidedp_jax.transfer.weight_window import WeightSource
 
 DeviceBatch = Mapping[str, jax.Array]
-Unsent = tuple[int, Any]
-"""A chunk and its accumulated gradients, which are still to be packed and sent."""
 
 GradientSink = Callable[[int, Sequence[jax.Array]], None]
 """Takes a chunk and its gradient as the devices send it (`routes.GradientPath.to_wire`)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepOutputs:
-    """What a step leaves on the devices.
-
-    Attributes:
-      losses: per microbatch, each device's sum of token losses, float32 [G].
-      squares: per trained chunk in forward order, sums of squares of the gradient shards, float32
-        [G].
-    """
-
-    losses: list[jax.Array]
-    squares: list[jax.Array]
 
 
 class Pipeline:
@@ -102,62 +88,64 @@ class Pipeline:
           sink: takes each chunk's gradient as soon as its computation is issued, and starts its
             copy to the host.
         """
-        boundaries, embed, last_trees, held = self._forward(
-            weights, microbatches, keep_from=self._lowest
-        )
+        embed, left = self._forward(weights, microbatches, keep_from=self._lowest)
+        aux = self._programs.totals(left.aux)
         squares: list[jax.Array | None] = [None] * len(self._layouts)
-        losses, dxs, sums = self._head_pass(weights, embed, boundaries.pop(), microbatches, scale)
+        losses, dxs, sums = self._head_pass(weights, embed, left.inputs.pop(), microbatches, scale)
         if self._tied:
-            weights.release(0)
+            weights.release(0)  # its copy is complete: forward, which is done, has read it
         del embed
         head_sums, embed_sums = sums
-        pending, unsent = self._send_or_keep(self._head, (head_sums,), squares, sink)
+        above = self._send_or_keep(self._head, (head_sums,), squares, sink, done=losses)
         del head_sums, sums
-        above = self._head
         for chunk in range(self._head - 1, self._last_layers - 1, -1):
-            trees, residuals = held.pop(chunk, (last_trees, None))
+            trees = left.trees.pop(chunk, None)
             if trees is None:
                 trees = weights.take(chunk)
-            last_trees = None
             self._prefetch(weights, self._fetched_below(chunk))
             dxs, chunk_sums, packed = self._chunk_backward(
-                chunk, trees, boundaries.pop(), residuals, dxs, microbatches, unsent
+                chunk, trees, left, dxs, microbatches, scale, above
             )
-            del trees, residuals
-            end = None
-            if unsent is not None:
-                end = self._sent(unsent[0], packed, squares, sink)
-            last_end, unsent = self._send_or_keep(chunk, chunk_sums, squares, sink)
-            end = end if last_end is None else last_end
+            del trees
+            done = []
+            if packed is not None:
+                done = [self._sent(above.chunk, packed, squares, sink)]
+                above = replace(above, unsent=None)  # packed, so their memory is free
+            current = self._send_or_keep(chunk, chunk_sums, squares, sink, done=done)
             del chunk_sums, packed
             # Back-pressure: the chunk above is done, so its weights and gradients are free.
-            jax.block_until_ready(losses if pending is None else pending)
-            self._release_after_backward(weights, above)
-            pending, above = end, chunk
-            if end is None:
+            jax.block_until_ready(above.done)
+            self._release_after_backward(weights, above.chunk)
+            above = current
+            if not above.done:
                 # Nothing but dxs marks the end of this chunk, and the next program takes those.
                 jax.block_until_ready(dxs)
         if self._lowest == 0:
             embed_sums = self._embed_pass(weights, dxs, microbatches, embed_sums)
-        jax.block_until_ready(losses if pending is None else pending)
-        self._release_after_backward(weights, above)
+        # Beside the embedding's pass, which is short; an update of this chunk may begin now.
+        jax.block_until_ready(above.done)
+        self._release_after_backward(weights, above.chunk)
         if self._lowest == 0:
-            self._send_or_keep(0, (embed_sums,), squares, sink)
-        return StepOutputs(losses=losses, squares=[part for part in squares if part is not None])
+            self._send_or_keep(0, (embed_sums,), squares, sink, done=[])
+        return StepOutputs(
+            losses=[*losses, *aux],
+            aux=aux,
+            squares=[part for part in squares if part is not None],
+        )
 
     def losses(self, weights: WeightSource, microbatches: Sequence[DeviceBatch]) -> list[jax.Array]:
-        """Forward only: per microbatch, each device's sum of token losses, float32 [G]."""
-        boundaries, embed, *_ = self._forward(weights, microbatches, keep_from=self._head)
+        """Forward only; `StepOutputs.losses`."""
+        embed, left = self._forward(weights, microbatches, keep_from=self._head)
         head = weights.take(self._head)[0]
         losses = [
             self._programs.loss(head, embed, x, batch)
-            for x, batch in zip(boundaries.pop(), microbatches, strict=True)
+            for x, batch in zip(left.inputs.pop(), microbatches, strict=True)
         ]
-        jax.block_until_ready(losses)
+        jax.block_until_ready(losses)  # what is released next has been read
         weights.release(self._head)
         if self._tied:
             weights.release(0)
-        return losses
+        return [*losses, *self._programs.totals(left.aux)]
 
     def next_logits(
         self,
@@ -193,34 +181,32 @@ class Pipeline:
             previous = x
             with self._tracer.span("compute", f"generate {self._layouts[chunk].name}"):
                 x, caches[start:stop] = program(trees, x, batch, tuple(caches[start:stop]))
-            jax.block_until_ready(previous)
+            jax.block_until_ready(previous)  # back-pressure, as in `_forward`
             if chunk > 1 or not self._tied:
                 weights.release(chunk - 1)
             self._prefetch(weights, range(chunk + 1, self._head + 1))
         head = weights.take(self._head)[0]
         logits: jax.Array = self._programs.logits_at(head, embed, x, last)
-        jax.block_until_ready(logits)
+        jax.block_until_ready(logits)  # what is released next has been read
         for chunk in (self._head - 1, self._head, *([0] if self._tied else [])):
             weights.release(chunk)
         return logits
 
     def _forward(
         self, weights: WeightSource, microbatches: Sequence[DeviceBatch], *, keep_from: int
-    ) -> tuple[list[list[jax.Array]], Any, Any, dict[int, tuple[Any, list[Any]]]]:
-        """What backward needs of forward.
+    ) -> tuple[Any, LeftByForward]:
+        """The embedding's weights if tied, and what is left of the chunks from `keep_from` on.
 
-        Returns:
-          Inputs of the chunks from `keep_from` on; embedding weights if tied; the last layer
-          chunk's trees if its inputs are kept; trees and residuals of the kept chunks, likewise.
+        With `keep_from` at the head, nothing will run backward but the head.
         """
-        held: dict[int, tuple[Any, list[Any]]] = {}
         embed = weights.take(0)[0]
         self._prefetch(weights, range(1, self._head + 1))
         with self._tracer.span("compute", "embed"):
             xs = [self._programs.embed(embed, batch) for batch in microbatches]
         if not self._tied:
             embed = None
-        boundaries = [xs] if keep_from <= 1 else []
+        inputs = [xs] if keep_from <= 1 else []
+        left = LeftByForward(inputs=inputs, kinds={}, trees={}, residuals={}, aux=[])
         trees = None
         for chunk in range(1, self._head):
             del trees
@@ -228,23 +214,26 @@ class Pipeline:
             self._prefetch(weights, range(chunk + 1, self._head + 1))
             previous = xs
             with self._tracer.span("compute", f"forward {self._layouts[chunk].name}"):
-                xs, residuals = self._chunk_forward(
-                    chunk, trees, previous, microbatches, keep=keep_from < self._head
-                )
-            if residuals is not None:
-                held[chunk] = trees, residuals
+                if keep_from < self._head and chunk >= self._last_layers:
+                    left.kinds[chunk] = self._kind(chunk, trees, previous[0], microbatches)
+                xs = self._chunk_forward(chunk, trees, previous, microbatches, left)
+            if chunk in left.kinds and chunk in self._kept:
+                left.trees[chunk] = trees
             if keep_from <= chunk + 1:
-                boundaries.append(xs)
+                left.inputs.append(xs)
+            # Back-pressure: what gave this chunk's inputs is done, and with it the chunk below.
             jax.block_until_ready(previous)
-            if chunk > 1 or not self._tied:
+            if chunk > 1 or not self._tied:  # the head still reads a tied embedding
                 weights.release(chunk - 1)
             # An update may have been committed meanwhile; its copy can still run beside this chunk.
             self._prefetch(weights, range(chunk + 1, self._head + 1))
         if keep_from == self._head:
+            # No backward will mark the last chunk's end.
             jax.block_until_ready(xs)
             weights.release(self._head - 1)
-            trees = None
-        return boundaries, embed, trees, held
+        else:
+            left.trees[self._head - 1] = trees
+        return embed, left
 
     def _chunk_forward(
         self,
@@ -252,26 +241,42 @@ class Pipeline:
         trees: Any,
         xs: list[jax.Array],
         microbatches: Sequence[DeviceBatch],
-        *,
-        keep: bool,
-    ) -> tuple[list[jax.Array], list[Any] | None]:
-        """Outputs per microbatch and, of a kept chunk, residuals per microbatch."""
-        if not keep or chunk not in self._kept:
-            forward = self._programs.forward(self._layer_fns[chunk - 1])
+        left: LeftByForward,
+    ) -> list[jax.Array]:
+        """X after the chunk, per microbatch; what else there is goes to `left`."""
+        kind = left.kinds.get(chunk)
+        keeps = kind is not None and bool(kind.keeps)
+        if keeps:
+            forward = self._programs.kept(kind).forward
         else:
-            forward = self._programs.kept(*self._backward_key(chunk, len(microbatches))).forward
+            forward = self._programs.forward(self._layer_fns[chunk - 1])
         outputs = [
             forward(trees, x, self._of_chunk(chunk, batch))
             for x, batch in zip(xs, microbatches, strict=True)
         ]
-        if not keep or chunk not in self._kept:
-            return outputs, None
-        return [x for x, _ in outputs], [residual for _, residual in outputs]
+        if keeps:
+            left.residuals[chunk] = [residuals for _, residuals in outputs]
+            outputs = [output for output, _ in outputs]
+        if isinstance(outputs[0], LayerOutput):
+            left.aux.append([output.aux for output in outputs])
+            outputs = [output.x for output in outputs]
+        return outputs
 
-    def _backward_key(self, chunk: int, num_microbatches: int) -> tuple[Any, ...]:
-        """What tells one chunk's backward program from another's."""
-        trained, needs_dx = self._layouts[chunk].trained, chunk > self._lowest
-        return self._layer_fns[chunk - 1], num_microbatches > 1, trained, needs_dx
+    def _kind(
+        self, chunk: int, trees: Any, x: jax.Array, microbatches: Sequence[DeviceBatch]
+    ) -> ChunkKind:
+        """Of a layer chunk that runs backward, with what it runs forward on."""
+        layer_fns = self._layer_fns[chunk - 1]
+        gives = self._programs.gives(layer_fns, trees, x, self._of_chunk(chunk, microbatches[0]))
+        keeps = DECISIONS if gives.decided else frozenset()
+        return ChunkKind(
+            layer_fns=layer_fns,
+            widen=len(microbatches) > 1,
+            trained=self._layouts[chunk].trained,
+            needs_dx=chunk > self._lowest,
+            gives_aux=gives.aux,
+            keeps=EVERYTHING if chunk in self._kept else keeps,
+        )
 
     def _fetched_below(self, chunk: int) -> list[int]:
         """Layer chunks below `chunk` that backward fetches, in its order."""
@@ -301,37 +306,39 @@ class Pipeline:
                 loss, dx, sums = program(head, embed, x, batch, scale, sums)
                 losses.append(loss)
                 dxs.append(dx)
-        jax.block_until_ready(xs)
+        jax.block_until_ready(xs)  # back-pressure: the last layer chunk has run forward
         return losses, dxs, sums
 
     def _chunk_backward(
         self,
         chunk: int,
         trees: Any,
-        xs: list[jax.Array],
-        residuals: list[Any] | None,
+        left: LeftByForward,
         dxs: list[jax.Array],
         microbatches: Sequence[DeviceBatch],
-        unsent: Unsent | None,
+        scale: jax.Array,
+        above: InFlight,
     ) -> tuple[list[jax.Array], Any, Any]:
-        """Gradients by the chunk's inputs, of its weights, and what packing `unsent` gave.
+        """Gradients by the chunk's inputs, of its weights, and what packing those unsent gave.
 
-        The last microbatch's program does the latter, so that the devices exchange another chunk's
-        gradients while they compute, and what it gives marks the end of all.
+        The last microbatch's program does the latter, so that the devices exchange the gradients of
+        the chunk above while they compute, and what it gives marks the end of all.
         """
-        key = self._backward_key(chunk, len(microbatches))
+        kind, xs, residuals = left.kinds[chunk], left.inputs.pop(), left.residuals.pop(chunk, None)
         out, sums, packed = [], None, None
         with self._tracer.span("compute", f"backward {self._layouts[chunk].name}"):
             for number, (x, dx, batch) in enumerate(zip(xs, dxs, microbatches, strict=True), 1):
                 kept = () if residuals is None else (residuals.pop(0),)
-                arguments = trees, x, *kept, dx, self._of_chunk(chunk, batch), sums
-                if unsent is None or number < len(microbatches):
-                    program = self._programs.backward(key, kept=bool(kept))
+                arguments = (trees, x, *kept, dx, self._of_chunk(chunk, batch), sums)
+                if kind.gives_aux:
+                    arguments += (scale,)
+                if above.unsent is None or number < len(microbatches):
+                    program = self._programs.backward(kind)
                     below, sums = program(*arguments)
                 else:
-                    above = self._layouts[unsent[0]]
-                    program = self._programs.backward(key, kept=bool(kept), above=above)
-                    packed, (below, sums) = program(unsent[1], *arguments)
+                    layout = self._layouts[above.chunk]
+                    program = self._programs.backward(kind, above=layout)
+                    packed, (below, sums) = program(above.unsent, *arguments)
                 out.append(below)
         return out, sums, packed
 
@@ -361,24 +368,31 @@ class Pipeline:
             for dx, batch in zip(dxs, microbatches, strict=True):
                 sums = self._programs.embed_backward(embed, batch, dx, sums)
         if self._embed_reads_values:
-            jax.block_until_ready(sums)
+            jax.block_until_ready(sums)  # its programs are done with the weights
             weights.release(0)
         return sums
 
     def _send_or_keep(
-        self, chunk: int, sums: Any, squares: list[jax.Array | None], sink: GradientSink
-    ) -> tuple[jax.Array | None, Unsent | None]:
+        self,
+        chunk: int,
+        sums: Any,
+        squares: list[jax.Array | None],
+        sink: GradientSink,
+        *,
+        done: list[jax.Array],
+    ) -> InFlight:
         """Pack and send a chunk's gradients, or leave that to the next chunk's program.
 
-        Returns:
-          What marks the end of packing, and what is left to do; of a frozen chunk, None and None.
+        `done` marks the end of the chunk's other programs, where anything does; a frozen chunk has
+        nothing to pack.
         """
         layout = self._layouts[chunk]
         if not layout.trained_parts:
-            return None, None
+            return InFlight(chunk=chunk, done=done)
         if self._sums_beside and chunk > self._last_layers:
-            return None, (chunk, sums)
-        return self._sent(chunk, self._programs.wire.pack(layout, sums), squares, sink), None
+            return InFlight(chunk=chunk, done=done, unsent=sums)
+        packed = self._programs.wire.pack(layout, sums)
+        return InFlight(chunk=chunk, done=[self._sent(chunk, packed, squares, sink)])
 
     def _sent(
         self,

@@ -7,7 +7,8 @@ split. A program is compiled once per distinct structure of a chunk, whatever th
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -16,12 +17,35 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from slidedp_jax.jax_internals import inputs_read
-from slidedp_jax.models.streamed import Cache, CachedFn, StreamedModel
+from slidedp_jax.models.named_results import DECIDED, named_bytes
+from slidedp_jax.models.streamed import Cache, CachedFn, LayerOutput, StreamedModel
 from slidedp_jax.state.layout import ChunkLayout, Trained
 from slidedp_jax.step.kept_programs import Body, KeptPrograms
-from slidedp_jax.step.layer_functions import LayerFns, accumulate, apply_layers, choose, merge
+from slidedp_jax.step.layer_functions import (
+    ChunkKind,
+    LayerFns,
+    accumulate,
+    apply_layers,
+    choose,
+    cotangent,
+    merge,
+    per_device,
+)
 from slidedp_jax.transfer.device_map import ROWS, SAME, DeviceMap
 from slidedp_jax.transfer.wire_programs import WirePrograms
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gives:
+    """What the layers of a chunk give beside x.
+
+    Attributes:
+      aux: auxiliary losses.
+      decided: results that backward must not compute again.
+    """
+
+    aux: bool
+    decided: bool
 
 
 class ComputePrograms:
@@ -56,11 +80,13 @@ class ComputePrograms:
         self.kept = functools.cache(functools.partial(KeptPrograms, self._on_devices))
         self._backward_bodies = functools.cache(self._make_backward_body)
         self._backward: dict[Any, Callable[..., Any]] = {}
+        self._gives: dict[LayerFns, Gives] = {}
         self.head_backward = functools.cache(self._make_head_backward)
         self.embed = self._on_devices(model.embed_fn, (SAME, ROWS), ROWS)
         self.logits = self._on_devices(model.head_logits_fn, (SAME, SAME, ROWS), ROWS)
         self.logits_at = self._on_devices(self._logits_at, (SAME, SAME, ROWS, ROWS), ROWS)
         self.loss = self._on_devices(self._loss, (SAME, SAME, ROWS, ROWS), ROWS)
+        self._total = self._on_devices(_total, (ROWS,), ROWS)
         self.embed_backward = self._on_devices(
             self._embed_backward, (SAME, ROWS, ROWS, ROWS), ROWS, donate=(3,)
         )
@@ -72,25 +98,39 @@ class ComputePrograms:
         placed: jax.Array = jax.device_put(np.full(mesh.size, index, np.int32), rows)
         return placed
 
-    def backward(
-        self, key: tuple[Any, ...], *, kept: bool, above: ChunkLayout | None = None
-    ) -> Callable[..., Any]:
+    def totals(self, parts: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
+        """Sums over chunks of float32 [G], given per chunk and microbatch, per microbatch."""
+        return [self._total(of_chunks) for of_chunks in zip(*parts, strict=True)]
+
+    def gives(self, layer_fns: LayerFns, trees: Any, x: jax.Array, batch: Any) -> Gives:
+        """What a chunk's layers give beside x, read off the trace of `forward` on such arrays.
+
+        Whoever calls `forward` on them next finds it traced.
+        """
+        if layer_fns not in self._gives:
+            traced = self.forward(layer_fns).trace(trees, x, batch)
+            self._gives[layer_fns] = Gives(
+                aux=isinstance(traced.out_info, LayerOutput),
+                decided=named_bytes(traced.jaxpr, DECIDED) > 0,
+            )
+        return self._gives[layer_fns]
+
+    def backward(self, kind: ChunkKind, *, above: ChunkLayout | None = None) -> Callable[..., Any]:
         """Backward of a chunk.
 
         Args:
-          key: layer functions, whether gradients are summed in fp32 (several microbatches), which
-            leaves are trained (None: all), whether a chunk below needs the gradient of x.
-          kept: whether forward has kept what it would recompute.
+          kind: the chunk's structure; where it keeps results, forward was `kept(kind).forward`.
           above: another chunk, whose accumulated gradients are summed over the devices meanwhile.
 
         Returns:
-          The program (trees, x before the chunk, [kept results,] dy, batch, sums or None) ->
-          (dx, sums), where sums are trees of [G, ...], each device's own gradients; with `above`,
+          The program (trees, x before the chunk, [kept results,] dy, batch, sums or None, [scale])
+          -> (dx, sums), where sums are trees of [G, ...], each device's own gradients, and scale is
+          1 / supervised tokens of the step, if a layer has an auxiliary loss; with `above`,
           (its gradients, the same arguments) -> (as `WirePrograms.pack` does, (dx, sums)).
         """
-        name = key, kept, None if above is None else above.structure
+        name = kind, None if above is None else above.structure
         if name not in self._backward:
-            body = self.kept(*key).backward if kept else self._backward_bodies(*key)
+            body = self.kept(kind).backward if kind.keeps else self._backward_bodies(kind)
             if above is None:
                 program = self._on_devices(
                     body.function, body.inputs, (ROWS, ROWS), donate=body.donate
@@ -110,11 +150,14 @@ class ComputePrograms:
             self._backward[name] = program
         return self._backward[name]
 
-    def _make_forward(self, layer_fns: LayerFns) -> Callable[..., jax.Array]:
-        """(trees per layer, x, batch) -> x after the chunk's layers."""
+    def _make_forward(self, layer_fns: LayerFns) -> jax.stages.Wrapped:
+        """(trees per layer, x, batch) -> x after the chunk's layers.
 
-        def body(trees: Any, x: jax.Array, batch: Any) -> jax.Array:
-            return apply_layers(layer_fns, trees, x, batch)
+        Where a layer has an auxiliary loss, `LayerOutput` with their sums [G].
+        """
+
+        def body(trees: Any, x: jax.Array, batch: Any) -> jax.Array | LayerOutput:
+            return per_device(apply_layers(layer_fns, trees, x, batch))
 
         return self._on_devices(body, (SAME, ROWS, ROWS), ROWS)
 
@@ -130,35 +173,32 @@ class ComputePrograms:
 
         return self._on_devices(body, (SAME, ROWS, ROWS, ROWS), (ROWS, ROWS), donate=(3,))
 
-    def _make_backward_body(
-        self,
-        layer_fns: LayerFns,
-        widen: bool,
-        trained: Trained | None = None,
-        needs_dx: bool = True,
-    ) -> Body:
-        """(trees, x before the chunk, dy, batch, sums or None) -> (dx, sums of gradients).
+    def _make_backward_body(self, kind: ChunkKind) -> Body:
+        """(trees, x before the chunk, dy, batch, sums or None, [scale]) -> (dx, sums of gradients).
 
         Recomputes the chunk. Sums are in fp32 with `widen`, else in the compute dtype. Frozen
         leaves have none; without `needs_dx`, dx is None.
         """
 
-        def body(trees: Any, x: jax.Array, dy: jax.Array, batch: Any, sums: Any) -> Any:
-            chosen, frozen = choose(trees, trained)
+        def body(
+            trees: Any, x: jax.Array, dy: jax.Array, batch: Any, sums: Any, *scale: jax.Array
+        ) -> Any:
+            chosen, frozen = choose(trees, kind.trained)
 
-            def forward(chosen: Any, x: jax.Array) -> jax.Array:
-                return apply_layers(layer_fns, merge(chosen, frozen), x, batch)
+            def forward(chosen: Any, x: jax.Array) -> jax.Array | LayerOutput:
+                return apply_layers(kind.layer_fns, merge(chosen, frozen), x, batch)
 
-            if needs_dx:
-                gradients, dx = jax.vjp(forward, chosen, x)[1](dy)
+            d_output = cotangent(dy, scale)
+            if kind.needs_dx:
+                gradients, dx = jax.vjp(forward, chosen, x)[1](d_output)
             else:
-                (gradients,), dx = jax.vjp(lambda t: forward(t, x), chosen)[1](dy), None
-            return dx, accumulate(sums, gradients, widen)
+                (gradients,), dx = jax.vjp(lambda t: forward(t, x), chosen)[1](d_output), None
+            return dx, accumulate(sums, gradients, kind.widen)
 
         return Body(
             function=body,
-            inputs=(SAME, ROWS, ROWS, ROWS, ROWS),
-            donate=(2, 4) if needs_dx else (4,),
+            inputs=(SAME, ROWS, ROWS, ROWS, ROWS, *([SAME] if kind.gives_aux else [])),
+            donate=(2, 4) if kind.needs_dx else (4,),
         )
 
     def _make_head_backward(self, widen: bool, needs_dx: bool = True) -> Callable[..., Any]:
@@ -231,3 +271,7 @@ class ComputePrograms:
             return self._model.embed_fn(merge(chosen, frozen), batch).astype(dx.dtype)
 
         return jax.vjp(lookup, chosen)[1](dx)[0]
+
+
+def _total(parts: tuple[jax.Array, ...]) -> jax.Array:
+    return sum(parts[1:], start=parts[0])

@@ -30,7 +30,7 @@ class DeviceMap:
 
     def __call__(
         self, function: Callable[..., Any], inputs: Any, outputs: Any, donate: Sequence[int] = ()
-    ) -> Callable[..., Any]:
+    ) -> jax.stages.Wrapped:
         """The program of `function`, whose arguments and results are split as the specs say."""
         if self.compute_dtype == jnp.float32:
             function = _in_full_precision(function)

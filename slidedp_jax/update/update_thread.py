@@ -164,10 +164,11 @@ class HostOptimizer:
     def _next_job(self) -> tuple[int, int] | None:
         """What to do next; None: finish the oldest running update first.
 
-        The first job whose gradient has arrived, else the one that was submitted first. Gradients
-        arrive from the top chunk down, while jobs are sorted from the bottom up, so the first job
-        is not always one that can run. The end of a step keeps its place among them. Nothing that
-        might have to wait begins beside a running update, whose commit it would hold up.
+        The first job that can start, else the one that was submitted first. Gradients arrive from
+        the top chunk down, while jobs are sorted from the bottom up, and readers hold versions, so
+        the first job is not always one that can run. The end of a step keeps its place among them.
+        Nothing that might have to wait begins beside a running update, whose commit it would hold
+        up.
         """
         if not self._jobs or len(self._running) == _MAX_RUNNING:
             return None
@@ -175,17 +176,18 @@ class HostOptimizer:
         job = self._jobs[0]
         if job in self._gradients:
             updates = [key for key in self._jobs if key in self._gradients]
-            arrived = (key for key in updates if self._gradients[key].has_arrived())
-            job = next(arrived, None) or min(updates, key=lambda key: (key[0], -key[1]))
-            if self._running and not self._can_start(job):
+            ready = next((key for key in updates if self._can_start(key)), None)
+            if self._running and ready is None:
                 return None
+            job = ready or min(updates, key=lambda key: (key[0], -key[1]))
         elif self._running:
             return None
         self._jobs.remove(job)
         return job
 
     def _can_start(self, job: tuple[int, int]) -> bool:
-        return self._gradients[job].has_arrived() and self._fences.is_free(job[1])
+        step, chunk = job
+        return self._gradients[job].has_arrived() and self._fences.is_free(chunk, step)
 
     def _fail(self, error: BaseException) -> None:
         self._fences.fail(error)
@@ -239,7 +241,7 @@ class HostOptimizer:
         with self._condition:
             gradient = self._gradients.pop((step, chunk))
         gradient.wait()
-        self._fences.wait_copies(chunk)
+        self._fences.wait_readers(chunk, step)
         with self._tracer.span("host_update", f"start {self._store.layouts[chunk].name}"):
             if self._scalars is None or self._scalars_step != step:
                 self._scalars, self._scalars_step = self._updates.scalars(self.shared), step

@@ -9,7 +9,6 @@ from toy_nnx import PARTS, VOCAB, Hybrid
 
 import slidedp_jax
 from slidedp_jax import Trainer
-from slidedp_jax.checkpoint import save_restore as checkpoint
 
 ROWS, TOKENS = 4, 9
 
@@ -24,11 +23,11 @@ def test_a_checkpoint_goes_on_with_other_devices_and_chunks(tmp_path):
     batches = token_batches(VOCAB, ROWS, TOKENS, 3)
     with trainer(2, 2) as first:
         first.step(batches[0])
-        folder = checkpoint.save(first, tmp_path, {})
+        folder = first.save(tmp_path)
         saved = first.parameters()
         expected = first.step(batches[1]).loss
     with trainer(1, 4, seed=2) as second:
-        assert checkpoint.restore(second, folder).step == 1
+        assert second.restore(folder).step == 1
         for name, values in second.parameters().items():
             np.testing.assert_array_equal(values, saved[name], err_msg=name)
         np.testing.assert_allclose(second.step(batches[1]).loss, expected, rtol=2e-6)

@@ -18,8 +18,6 @@ from slidedp_jax.checkpoint.save_restore import (
     list_steps,
     read_parameter_arrays,
     read_record,
-    restore,
-    save,
 )
 from slidedp_jax.checkpoint.stage_arrays import (
     MASTER,
@@ -44,7 +42,7 @@ def test_stages_hold_all_parameters_and_their_state_uncopied():
             arrays = read_stage(it.store, stage, threads)
             sums = checksums(arrays, threads)
             assert list(arrays) == list(sums) == list(stage.parameter_names())
-            assert stage_bytes(it.store, stage) == sum(
+            assert stage_bytes(it.gate, stage) == sum(
                 array.nbytes for of_name in arrays.values() for array in of_name.values()
             )
             verify(arrays, sums, threads)
@@ -70,11 +68,11 @@ def test_large_arrays_are_cut_if_they_can_be_and_come_back(vocab_size, rows, tmp
         return trainer(config, optax.adamw(1e-3), strategy(), num_devices=1, seed=seed)
 
     with start(1) as it:
-        save(it, tmp_path, {})
+        it.save(tmp_path)
         saved = it.parameters()
     (folder,) = list_steps(tmp_path)
     with start(2) as it:
-        restore(it, folder)
+        it.restore(folder)
         restored = it.parameters()
     assert all(restored[name].tobytes() == saved[name].tobytes() for name in saved)
     item = (folder / "model.embed_tokens").absolute()
@@ -115,19 +113,22 @@ def test_stages_under_way_take_no_more_memory_than_two_neighbours(
     config = small_config(tied=False, layers=6)
     plan = strategy(resident_chunks=resident_chunks)
     with trainer(config, optax.adamw(1e-3), plan, num_devices=1) as it:
-        saved = {stage.name: stage_bytes(it.store, stage) for stage in it.model.stages()}
+        saved = {stage.name: stage_bytes(it.gate, stage) for stage in it.model.stages()}
         limit = max(one + other for one, other in itertools.pairwise(saved.values()))
         read = {
             name: size * (2 if number < resident_chunks else 1)
             for number, (name, size) in enumerate(saved.items())
         }
-        for name, work, sizes in (("_write_item", save, saved), ("_load_item", restore, read)):
+        for name, work, sizes in (
+            ("_write_item", it.save, saved),
+            ("_load_item", it.restore, read),
+        ):
             watch = Watch(sizes)
             with monkeypatch.context() as patch:
                 patch.setattr(checkpoint, name, watch.around(getattr(checkpoint, name)))
-                work(it, *((tmp_path, {}) if work is save else list_steps(tmp_path)))
+                work(tmp_path)
             # A restore reads twice where there are weights that it must not spoil.
-            assert len(watch.together) == len(sizes) * (1 if work is save else 2)
+            assert len(watch.together) == len(sizes) * (1 if name == "_write_item" else 2)
             assert all(sum(some) <= limit or len(some) == 1 for some in watch.together)
             assert max(map(len, watch.together)) > 1
 
@@ -140,7 +141,7 @@ def test_changed_values_in_a_checkpoint_are_noticed(tmp_path):
         return trainer(config, optax.adamw(1e-3), strategy(), num_devices=1)
 
     with start() as it:
-        save(it, tmp_path, {})
+        it.save(tmp_path)
         (folder,) = list_steps(tmp_path)
         stages = it.model.stages()
     stage = next(one for one in stages if "layers.1" in one.name)
@@ -151,7 +152,7 @@ def test_changed_values_in_a_checkpoint_are_noticed(tmp_path):
     raw[middle : middle + 4] = struct.pack("<f", 0.5)
     data.write_bytes(raw)
     with start() as it, pytest.raises(UserError, match=r"damaged.*move .*step_"):
-        restore(it, folder)
+        it.restore(folder)
     assert read_parameter_arrays(folder, stages[0])
     with pytest.raises(UserError, match=r"(?s)damaged.*other values than were saved"):
         read_parameter_arrays(folder, stage)

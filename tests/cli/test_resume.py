@@ -10,7 +10,6 @@ import pytest
 from runs import checkpoints, differing, losses, metrics, state, stop, tree_of, wait_for
 
 from slidedp_jax import Trainer
-from slidedp_jax.checkpoint.save_restore import restore, save
 from slidedp_jax.models.decoder import build
 from slidedp_jax.models.hf_config import read_config
 from slidedp_jax.planner.strategy import Strategy
@@ -151,9 +150,9 @@ def test_state_restored_into_other_chunks_is_bitwise(inputs, straight, tmp_path)
             strategy=strategy,
             num_devices=num_devices,
         ) as trainer:
-            assert restore(trainer, saved).step == 6
+            assert trainer.restore(saved).step == 6
             again = tmp_path / str(num_devices)
-            save(trainer, again / "checkpoints", {})
+            trainer.save(again / "checkpoints")
         assert differing(state(again, 6), state(straight, 6)) == []
 
 

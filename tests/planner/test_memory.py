@@ -223,6 +223,29 @@ def test_gradients_of_resident_chunks_wait_for_the_next_step():
     assert phases["first_backward"]["boundary_activations"] == 2.5 * 2 * 16 * 4 * 2 * 2
 
 
+def test_what_is_decided_stays_until_the_chunk_runs_backward():
+    plain = _workload(4, tied=True)
+    layers = tuple(replace(LAYER, decided_elements=n) for n in (3, 0, 0, 5))
+    workload = replace(plain, layers=layers)
+    for kept_chunks in (0, 2):
+        strategy = replace(STRATEGY, kept_chunks=kept_chunks)
+        phases, others = (
+            device_phases(w, chunk_stages(w, 2, 4, 2), BATCH, strategy, 1)
+            for w in (workload, plain)
+        )
+        # 2 microbatches of 2 rows of 16 tokens, 2 bytes; of the first chunk 3 elements.
+        assert {name: phase.pop("decided", None) for name, phase in phases.items()} == {
+            "embedding": None,
+            "forward": 64 * 2 * 8,
+            "loss": 64 * 2 * 8,
+            "backward": 64 * 2 * 8,
+            "pack": 64 * 2 * 8,
+            "first_backward": 64 * 2 * 3,
+            "embedding_backward": None,
+        }
+        assert phases == others
+
+
 def test_other_optimizers_are_bytes_per_parameter():
     hardware = named_hardware("h200")
     adam = memory_use(_workload(2, tied=True), BATCH, STRATEGY, hardware)

@@ -14,7 +14,8 @@ from streamed_training import small_config, strategy, train, trainer
 
 from slidedp_jax.models import decoder
 from slidedp_jax.models.attention import attend
-from slidedp_jax.step.kept_programs import KeptPrograms
+from slidedp_jax.step.kept_programs import EVERYTHING, KeptPrograms
+from slidedp_jax.step.layer_functions import ChunkKind
 
 OPTIMIZER = optax.adamw(1e-3, eps=1e-5, weight_decay=0.1)
 LAYERS = 4
@@ -160,7 +161,8 @@ def test_fused_attention_runs_once_in_a_kept_chunk(attention, times, traced_cudn
         q, k, v = ((x @ weight).reshape(*x.shape[:2], 4, 64) for weight in weights[:3])
         return x + attention(q, k, v).reshape(x.shape) @ weights[3]
 
-    kept_programs = KeptPrograms(lambda *_, **__: None, (layer,), False, None, True)
+    kind = ChunkKind(layer_fns=(layer,), widen=False, keeps=EVERYTHING)
+    kept_programs = KeptPrograms(lambda *_, **__: None, kind)
 
     def both_ways(trees, x, dy):
         _, kept = kept_programs._forward(trees, x, {})
@@ -187,7 +189,8 @@ def equations(jaxpr):
 
 def programs(config):
     layer = decoder.build(config).layer_fns[0]
-    return KeptPrograms(lambda *_, **__: None, (layer,), False, None, True)
+    kind = ChunkKind(layer_fns=(layer,), widen=False, keeps=EVERYTHING)
+    return KeptPrograms(lambda *_, **__: None, kind)
 
 
 def layer_inputs(config):

@@ -180,10 +180,10 @@ def test_an_update_waits_for_copies_and_a_fetch_for_commits():
     fences.begin_copy(0)
     fences.begin_copy(0)
     threads = [
-        start_thread(wait, "update", lambda: fences.wait_copies(0)),
+        start_thread(wait, "update", lambda: fences.wait_readers(0, 1)),
         start_thread(wait, "fetch", lambda: fences.wait_committed(1, 1)),
     ]
-    fences.wait_copies(1)
+    fences.wait_readers(1, 1)
     fences.wait_committed(1, 0)
     fences.end_copy(0)
     time.sleep(0.05)
@@ -211,7 +211,7 @@ def test_a_failure_wakes_everyone_who_waits():
         causes.append(caught.value.__cause__)
 
     threads = [
-        start_thread(expect, lambda: fences.wait_copies(0)),
+        start_thread(expect, lambda: fences.wait_readers(0, 1)),
         start_thread(expect, lambda: fences.wait_committed(0, 1)),
     ]
     cause = OSError("disk on fire")
@@ -364,21 +364,22 @@ def test_a_trainer_that_resumes_at_an_earlier_step_repeats_itself():
     with start() as it:
         it.step(rows[0])
         it.wait()
-        shared = it.shared_optimizer_state
+        shared = it.gate.shared
         first = everything(it)
         it.step(rows[1])
         it.wait()
         expected = everything(it)
-        expected_shared = it.shared_optimizer_state
-        for name, values in first.parameters.items():
-            it.store.write(name, values)
-            for number, state in enumerate(first.state):
-                it.store.write_state(name, number, state[name])
-        it.resume_at(1, shared)
+        expected_shared = it.gate.shared
+        with it.gate.writing() as writer:
+            for name, values in first.parameters.items():
+                writer.write(name, values)
+                for number, state in enumerate(first.state):
+                    writer.write_state(name, number, state[name])
+            writer.finish(1, shared)
         it.step(rows[1])
         it.wait()
         assert differing(everything(it), expected) == []
-        assert it.shared_optimizer_state == expected_shared
+        assert it.gate.shared == expected_shared
 
 
 @pytest.mark.parametrize("options", [{"max_grad_norm": 1.0}, {"on_nonfinite": "skip"}], ids=str)

@@ -7,8 +7,6 @@ import pytest
 from plain_training import initial_parameters, mean_loss, random_batch
 from streamed_training import small_config, strategy, trainer
 
-from slidedp_jax.checkpoint.save_restore import restore, save
-
 OPTIMIZER = optax.adamw(1e-2)
 
 
@@ -24,9 +22,9 @@ def test_the_decoder_runs_its_layers_in_order(layers, tmp_path):
             expected = mean_loss(config, params, batch["input_ids"], batch["labels"], segments)
         # fp32 through many layers, in another order of sums.
         np.testing.assert_allclose(it.evaluate(batch)[0], expected, rtol=1e-5)
-        saved = save(it, tmp_path, {})
+        saved = it.save(tmp_path)
     other = strategy(layers_per_chunk=7, rows_per_microbatch=1)
     with trainer(config, OPTIMIZER, other) as it:
-        restore(it, saved)
+        it.restore(saved)
         for name, values in it.parameters().items():
             np.testing.assert_array_equal(values, params[name], err_msg=name)

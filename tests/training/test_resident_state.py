@@ -12,7 +12,6 @@ from plain_training import initial_parameters, random_batch
 from streamed_training import assert_bitwise_equal, small_config, strategy, train, trainer
 
 from slidedp_jax import TrainingStopped, UserError
-from slidedp_jax.checkpoint.save_restore import restore, save
 from slidedp_jax.state.device_state import DevicePartState
 
 OPTIMIZER = optax.adamw(1e-3, eps=1e-5, weight_decay=0.1)
@@ -125,12 +124,12 @@ def test_a_checkpoint_goes_on_with_other_chunks_on_the_devices(before, after, tm
 
     with start(before, 1, 0) as it:
         it.step(rows[0])
-        path = save(it, tmp_path, {})
+        path = it.save(tmp_path)
         saved = it.parameters()
         loss = it.step(rows[1]).loss
         expected = it.parameters()
     with start(after, 2, 1) as it:
-        restore(it, path)
+        it.restore(path)
         assert {k: v.tobytes() for k, v in it.parameters().items()} == {
             k: v.tobytes() for k, v in saved.items()
         }
@@ -144,7 +143,7 @@ def test_restoring_sends_each_resident_array_once(tmp_path, monkeypatch):
     plan = strategy(resident_chunks=CHUNKS, layers_per_chunk=1)
     with trainer(config, OPTIMIZER, plan, num_devices=1) as it:
         it.step(batches(config)[0])
-        path = save(it, tmp_path, {})
+        path = it.save(tmp_path)
         expected = it.parameters()
     sent = []
     send = DevicePartState._send
@@ -155,7 +154,7 @@ def test_restoring_sends_each_resident_array_once(tmp_path, monkeypatch):
     )
     with trainer(config, OPTIMIZER, plan, num_devices=1, seed=1) as it:
         sent.clear()
-        restore(it, path)
+        it.restore(path)
         arrays = sum(len(part.dtypes) for part in it.store.parts)
         assert len(sent) == len(set(sent)) == arrays
         found = it.parameters()

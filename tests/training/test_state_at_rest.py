@@ -23,7 +23,7 @@ from test_fences import batches, everything, start
 import slidedp_jax
 from slidedp_jax import TrainingStopped, UserError
 from slidedp_jax.checkpoint.record import form_to_go_on_with, read_record
-from slidedp_jax.checkpoint.save_restore import list_steps, restore, save
+from slidedp_jax.checkpoint.save_restore import list_steps
 from slidedp_jax.models import decoder
 from slidedp_jax.state import device_state
 from slidedp_jax.state.device_state import DevicePartState, cut
@@ -53,10 +53,10 @@ def test_a_restore_waits_for_updates_under_way(tmp_path):
     with start(tracer=SlowUpdates()) as it:
         for batch in batches(2):
             it.step(batch)
-        saved = save(it, tmp_path, {})
+        saved = it.save(tmp_path)
         expected = everything(it)
         figures = it.step(batches(3)[2])
-        assert restore(it, saved).step == 2
+        assert it.restore(saved).step == 2
         assert differing(everything(it), expected) == []
         repeated = it.step(batches(3)[2])
         assert (repeated.step, repeated.loss) == (3, figures.loss)
@@ -67,7 +67,7 @@ def saved(tmp_path):
     """A checkpoint of step 1, and the trainer's state one step later."""
     with start() as it:
         it.step(batches(1)[0])
-        path = save(it, tmp_path / "run", {"note": 1})
+        path = it.save(tmp_path / "run", {"note": 1})
     return path
 
 
@@ -107,11 +107,11 @@ def test_a_refused_restore_changes_nothing(damage, saved):
         for batch in batches(2):
             it.step(batch)
         it.wait()
-        before, shared = everything(it), it.shared_optimizer_state
+        before, shared = everything(it), it.gate.shared
         with pytest.raises(UserError, match=r"damaged|has no head"):
-            restore(it, saved)
+            it.restore(saved)
         assert differing(everything(it), before) == []
-        assert it.shared_optimizer_state == shared
+        assert it.gate.shared == shared
         assert it.step(batches(3)[2]).step == 3
 
 
@@ -130,25 +130,25 @@ def test_the_state_of_another_optimizer_is_refused(other, saved):
     with trainer(small_config(), optimizer, strategy(), **options) as it:
         before = it.parameters()
         with pytest.raises(UserError, match=said):
-            restore(it, saved)
+            it.restore(saved)
         for name, values in it.parameters().items():
             np.testing.assert_array_equal(values, before[name])
 
 
 def test_another_decay_of_the_average_is_refused(tmp_path):
     with trainer(small_config(), optax.adamw(1e-2), strategy(), ema_decay=0.9) as it:
-        path = save(it, tmp_path, {})
+        path = it.save(tmp_path)
     with (
         trainer(small_config(), optax.adamw(1e-2), strategy(), ema_decay=0.99) as it,
         pytest.raises(UserError, match=r"ema_decay=0\.9, this trainer has ema_decay=0\.99"),
     ):
-        restore(it, path)
+        it.restore(path)
 
 
 def test_rates_and_masks_may_change(saved):
     other = optax.adamw(3e-3, b2=0.9, weight_decay=0.2, mask=lambda p: jax.tree.map(jnp.ndim, p))
     with trainer(small_config(), other, strategy()) as it:
-        assert restore(it, saved).step == 1
+        assert it.restore(saved).step == 1
 
 
 def test_another_configuration_is_refused_by_the_names_of_its_fields(saved):
@@ -159,7 +159,7 @@ def test_another_configuration_is_refused_by_the_names_of_its_fields(saved):
         trainer(other, optax.adamw(1e-2), strategy()) as it,
         pytest.raises(UserError, match=r"rms_norm_eps was .*; rope_parameters\.rope_theta was"),
     ):
-        restore(it, saved)
+        it.restore(saved)
 
 
 def test_the_kernel_form_of_the_checkpoint_is_taken(tmp_path):
@@ -173,10 +173,10 @@ def test_the_kernel_form_of_the_checkpoint_is_taken(tmp_path):
             **options,
         ) as it:
             if path is not None:
-                restore(it, path)
+                it.restore(path)
             for batch in steps:
                 it.step(batch)
-            return save(it, tmp_path / str(form), {}), it.kernel_form, it.parameters()
+            return it.save(tmp_path / str(form)), it.kernel_form, it.parameters()
 
     rows = [random_batch(small_config(), 4, 12, packed=True, seed=i) for i in range(4)]
     half, _, _ = run("blocked", rows[:2])
@@ -201,7 +201,7 @@ def test_under_another_jax_the_form_is_todays(caplog):
 
 def test_a_trainer_to_be_restored_refuses_until_it_is(saved, tmp_path):
     with start() as it:
-        restore(it, saved)
+        it.restore(saved)
         expected = everything(it)
     with start(parameters=slidedp_jax.TO_BE_RESTORED) as it:
         batch = batches(1)[0]
@@ -209,7 +209,7 @@ def test_a_trainer_to_be_restored_refuses_until_it_is(saved, tmp_path):
             lambda: it.step(batch),
             lambda: it.evaluate(batch),
             it.parameters,
-            lambda: save(it, tmp_path, {}),
+            lambda: it.save(tmp_path),
         ]
         for call in calls:
             with pytest.raises(UserError, match="restore a checkpoint first"):
@@ -217,10 +217,10 @@ def test_a_trainer_to_be_restored_refuses_until_it_is(saved, tmp_path):
         broken = shutil.copytree(saved, tmp_path / "broken")
         flip_a_byte(broken / "head")
         with pytest.raises(UserError, match="damaged"):
-            restore(it, broken)
+            it.restore(broken)
         with pytest.raises(UserError, match="restore a checkpoint"):
             it.step(batch)
-        restore(it, saved)
+        it.restore(saved)
         assert differing(everything(it), expected) == []
         assert it.step(batch).step == 2
 
@@ -232,16 +232,16 @@ def test_a_checkpoint_of_the_same_step_is_kept_only_if_it_holds_the_same(saved):
     with start() as it:
         it.step(batches(1)[0])
         stamp = (saved / "trainer.json").stat().st_mtime_ns
-        assert save(it, saved.parent, {"note": 1}) == saved
+        assert it.save(saved.parent, {"note": 1}) == saved
         assert (saved / "trainer.json").stat().st_mtime_ns == stamp
         with pytest.raises(UserError, match="another state of step 1"):
-            save(it, saved.parent, {"note": 2})
+            it.save(saved.parent, {"note": 2})
     with start() as it:
         it.step(batches(2)[1])
         with pytest.raises(UserError, match="Nothing was written: give another folder"):
-            save(it, saved.parent, {"note": 1})
+            it.save(saved.parent, {"note": 1})
         assert list_steps(saved.parent) == [saved]
-        save(it, saved.parent.parent / "other", {"note": 1})
+        it.save(saved.parent.parent / "other", {"note": 1})
 
 
 def test_records_of_earlier_versions_are_read(saved):
@@ -251,7 +251,7 @@ def test_records_of_earlier_versions_are_read(saved):
     del record["shared_optimizer_state_names"]
     (saved / "trainer.json").write_text(json.dumps(record))
     with start() as it:
-        assert restore(it, saved).step == 1
+        assert it.restore(saved).step == 1
 
 
 # Evaluating
@@ -397,7 +397,7 @@ def test_no_page_stays_locked_after_a_failed_start(driver, monkeypatch):
     with pytest.raises(UserError, match="lack"):
         start(parameters=lambda write: None).__enter__()
     assert locks.mapped == {}
-    monkeypatch.setattr(slidedp_jax.trainer, "HostOptimizer", None)
+    monkeypatch.setattr(slidedp_jax.assembly, "HostOptimizer", None)
     with pytest.raises(TypeError):
         start().__enter__()
     assert locks.mapped == {}

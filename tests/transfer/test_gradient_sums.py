@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 from plain_training import random_batch
 from streamed_training import small_config, strategy, trainer
 
-import slidedp_jax.trainer
+import slidedp_jax.assembly
 from slidedp_jax.process import current_setup
 from slidedp_jax.step.pipeline import Pipeline
 from slidedp_jax.tracer import Tracer
@@ -124,7 +124,7 @@ def test_a_chunk_is_done_when_its_weights_are_let_go(num_microbatches, monkeypat
                 done[chunk] = all(leaf.is_ready() for leaf in gradients[chunk])
             super()._release_after_backward(weights, chunk)
 
-    monkeypatch.setattr(slidedp_jax.trainer, "Pipeline", Checked)
+    monkeypatch.setattr(slidedp_jax.assembly, "Pipeline", Checked)
     config = dataclasses.replace(small_config(layers=6), hidden_size=128, intermediate_size=512)
     plan = strategy(rows_per_microbatch=2, num_microbatches=num_microbatches)
     with trainer(config, optax.sgd(1e-2), plan, num_devices=2) as it:

@@ -16,8 +16,6 @@ from plain_training import initial_parameters, random_batch
 from plain_training import train as train_plainly
 from streamed_training import optimizer_state, small_config, strategy, train, trainer
 
-from slidedp_jax.checkpoint.save_restore import restore, save
-
 RATE, EPS, LIMIT = 1e-3, 1e-5, 0.7
 CONFIG = small_config(layers=2)
 NUM_STEPS = 3
@@ -133,7 +131,7 @@ def test_whole_parameter_state_is_saved_and_restored_into_other_chunks(name, tmp
     rows = batches()
     with start(1, 4, 0) as it:
         it.step(rows[0])
-        path = save(it, tmp_path, {})
+        path = it.save(tmp_path)
         saved = [it.parameters(), *optimizer_state(it.store)]
         it.step(rows[1])
         expected = it.parameters()
@@ -141,7 +139,7 @@ def test_whole_parameter_state_is_saved_and_restored_into_other_chunks(name, tmp
         flat = sum(array.nbytes for part in it.store.parts for array in part.arrays)
         assert sizes > 0 and it.store.owned_bytes == sizes + flat
     with start(2, 2, 1) as it:
-        assert restore(it, path).step == 1
+        assert it.restore(path).step == 1
         for got, wanted in zip([it.parameters(), *optimizer_state(it.store)], saved, strict=True):
             assert all(got[key].tobytes() == wanted[key].tobytes() for key in wanted)
         it.step(rows[1])

@@ -87,7 +87,7 @@ def serial(split, clip) -> Run:
         max_grad_norm=None,
         num_devices=split[0],
     ) as it:
-        shared, losses, norms = it.shared_optimizer_state, [], []
+        shared, losses, norms = it.gate.shared, [], []
         for batch in batches():
             prepared, gradients = it.prepare(batch), {}
 

@@ -1,0 +1,208 @@
+"""The parts of a trainer put together: state, wire, programs, pipeline, updates and gate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from slidedp_jax.models.streamed import StreamedModel
+from slidedp_jax.planner.strategy import Strategy
+from slidedp_jax.state.fences import Fences
+from slidedp_jax.state.host_store import HostStore
+from slidedp_jax.state.layout import ChunkLayout
+from slidedp_jax.state.model_chunks import chunks_of
+from slidedp_jax.state.starting_state import (
+    Parameters,
+    ToBeRestored,
+    check_host_devices,
+    make_state,
+)
+from slidedp_jax.step.layer_functions import LayerFns
+from slidedp_jax.step.pipeline import Pipeline
+from slidedp_jax.step.programs import ComputePrograms
+from slidedp_jax.tracer import Tracer
+from slidedp_jax.transfer.device_map import DeviceMap
+from slidedp_jax.transfer.routes import DATA_AXIS, GradientPath, weight_path
+from slidedp_jax.transfer.weight_window import StreamedWeights
+from slidedp_jax.transfer.wire_programs import WirePrograms
+from slidedp_jax.update.kernel_form import KernelForm
+from slidedp_jax.update.part_updates import PartUpdates
+from slidedp_jax.update.state_gate import TO_RESTORE, StateGate
+from slidedp_jax.update.step_guard import StepGuard
+from slidedp_jax.update.treatments import Treatments
+from slidedp_jax.update.update_thread import HostOptimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a trainer is told beside model, optimizer and strategy; see `slidedp_jax.Trainer`."""
+
+    parameters: Parameters | None
+    seed: int
+    max_grad_norm: float | None
+    guard: StepGuard
+    kernel_form: KernelForm | None
+    ema_decay: float | None
+    inference_only: bool
+    tracer: Tracer
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Assembly:
+    """The parts of a trainer.
+
+    Attributes:
+      mesh: compute devices, one axis `data`.
+      store: the training state.
+      fences: versions of its chunks.
+      gradients: how they come back.
+      programs: what the compute devices run.
+      weights: weights on the devices.
+      pipeline: the order of a step.
+      updates: the update thread.
+      gate: the way to the state outside a step.
+    """
+
+    mesh: Mesh
+    store: HostStore
+    fences: Fences
+    gradients: GradientPath
+    programs: ComputePrograms
+    weights: StreamedWeights
+    pipeline: Pipeline
+    updates: HostOptimizer
+    gate: StateGate
+
+
+def assemble(
+    model: StreamedModel,
+    treatments: Treatments,
+    strategy: Strategy,
+    devices: Sequence[jax.Device],
+    host_devices: Sequence[jax.Device],
+    settings: Settings,
+) -> Assembly:
+    """Make the state, fill it with weights, and make what works on it.
+
+    Raises:
+      UserError: the strategy does not fit model or devices, or the weights are not the model's.
+        Nothing stays page-locked.
+    """
+    check_host_devices(strategy, len(host_devices), len(devices))
+    layouts, layer_fns = chunks_of(
+        model,
+        strategy,
+        groups=treatments.groups,
+        kinds=treatments.kinds,
+        whole=treatments.whole_parameters,
+    )
+    mesh = Mesh(np.array(devices), (DATA_AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
+    device_sharding = NamedSharding(mesh, PartitionSpec(DATA_AXIS))
+    store = make_state(
+        model,
+        layouts,
+        [optimizer.state_dtypes for optimizer in treatments.optimizers],
+        strategy,
+        host_devices[: strategy.num_host_devices],
+        device_sharding,
+        parameters=settings.parameters,
+        seed=settings.seed,
+        for_training=not settings.inference_only,
+    )
+    try:
+        return _around(store, model, treatments, strategy, layer_fns, device_sharding, settings)
+    except BaseException:
+        store.close()
+        raise
+
+
+def _around(
+    store: HostStore,
+    model: StreamedModel,
+    treatments: Treatments,
+    strategy: Strategy,
+    layer_fns: Sequence[LayerFns],
+    device_sharding: NamedSharding,
+    settings: Settings,
+) -> Assembly:
+    """What works on a state that is there."""
+    mesh, dtype, tracer = device_sharding.mesh, jnp.dtype(strategy.compute_dtype), settings.tracer
+    assert isinstance(mesh, Mesh)
+    layouts: Sequence[ChunkLayout] = store.layouts
+    frozen = [number for number, layout in enumerate(layouts) if not layout.trained_parts]
+    fences = Fences(len(layouts), frozen=frozen)
+    part_updates = PartUpdates(
+        treatments,
+        store,
+        device_sharding=device_sharding,
+        block_size=strategy.block_size,
+        form=settings.kernel_form,
+    )
+    for part in store.parts:
+        part_updates.init(part)
+    route = weight_path(strategy.weight_route, mesh)
+    gradients = GradientPath(strategy.gradient_route, mesh, store.sharding, dtype)
+    on_devices = DeviceMap(mesh, dtype)
+    wire = WirePrograms(on_devices, route, gradients)
+    programs = ComputePrograms(
+        model,
+        on_devices,
+        wire,
+        embed_trained=layouts[0].trained,
+        head_trained=layouts[-1].trained,
+    )
+    weights = StreamedWeights(
+        store,
+        fences,
+        route,
+        wire.unpack,
+        with_low=strategy.compute_dtype == "float32",
+        tracer=tracer,
+    )
+    pipeline = Pipeline(
+        layouts,
+        layer_fns,
+        tied=model.tied,
+        programs=programs,
+        prefetch_depth=strategy.prefetch_depth,
+        kept_chunks=strategy.kept_chunks,
+        sums_beside=gradients.sums_on_devices,
+        tracer=tracer,
+    )
+    updates = HostOptimizer(
+        store,
+        fences,
+        part_updates,
+        treatments.initial_shared(),
+        policy=strategy.update_policy,
+        max_grad_norm=settings.max_grad_norm,
+        guard=settings.guard,
+        sums_on_host=gradients.sums_on_host,
+        tracer=tracer,
+    )
+    gate = StateGate(
+        store,
+        fences,
+        updates,
+        part_updates,
+        treatments.state,
+        ema_decay=settings.ema_decay,
+        form_is_stated=settings.kernel_form is not None,
+        lacking=TO_RESTORE if isinstance(settings.parameters, ToBeRestored) else "",
+    )
+    return Assembly(
+        mesh=mesh,
+        store=store,
+        fences=fences,
+        gradients=gradients,
+        programs=programs,
+        weights=weights,
+        pipeline=pipeline,
+        updates=updates,
+        gate=gate,
+    )

@@ -1,0 +1,174 @@
+"""A Hugging Face folder as what training needs of it: model, weights, rows; and back into a folder.
+
+    pretrained = slidedp_jax.from_pretrained("Qwen3-4B")
+    rows = pretrained.rows("chats.jsonl", rows_per_step=8, max_seq_length=4096)
+    ...Trainer(pretrained.model(), ..., parameters=pretrained.load_parameters)
+    pretrained.export(trainer, "out")
+
+Importing this imports no JAX.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from slidedp_jax.data import (
+    BatchSource,
+    DataReport,
+    ExampleSettings,
+    StepSize,
+    Tokenizer,
+    load_examples,
+    load_tokenizer,
+)
+from slidedp_jax.errors import UserError
+from slidedp_jax.models.config import ModelConfig
+from slidedp_jax.models.hf_config import read_config
+from slidedp_jax.models.hf_export import export
+from slidedp_jax.models.hf_hub import resolve_model_folder
+from slidedp_jax.models.hf_load import check_folder, load_parameters
+
+if TYPE_CHECKING:
+    from slidedp_jax.models.streamed import StreamedModel
+    from slidedp_jax.trainer import Trainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pretrained:
+    """A checked Hugging Face folder.
+
+    Attributes:
+      folder: where it is.
+      config: its model.
+      tokenizer: its tokenizer; None where it has none.
+      chat_template: text that replaces the folder's template, if any.
+    """
+
+    folder: pathlib.Path
+    config: ModelConfig
+    tokenizer: Tokenizer | None
+    chat_template: str | None = None
+
+    def model(self, attention: str = "auto") -> StreamedModel:
+        """The decoder, for `Trainer`."""
+        from slidedp_jax.models.decoder import build  # JAX must not start before `configure`
+
+        return build(self.config, attention=attention)
+
+    def load_parameters(self, write: Callable[[str, np.ndarray], None]) -> None:
+        """Give every weight to `write(name, array)`: for `Trainer(parameters=...)`."""
+        load_parameters(self.folder, self.config.parameter_shapes(), write)
+
+    def rows(
+        self,
+        files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        *,
+        rows_per_step: int | StepSize,
+        max_seq_length: int,
+        packing: bool = False,
+        shuffle: bool = True,
+        seed: int = 42,
+        **settings: Any,
+    ) -> tuple[BatchSource, DataReport]:
+        """The rows of jsonl, json, parquet or text files as batches, and what became of them.
+
+        Args:
+          files: see `slidedp_jax.data.read_records`.
+          rows_per_step: rows of an optimizer step.
+          max_seq_length: most tokens of a row.
+          packing: several documents per row; give `rows.documents_per_row` to plan and trainer.
+          shuffle: False keeps the files' order.
+          seed: of the order.
+          **settings: others of `slidedp_jax.data.ExampleSettings`.
+
+        Returns:
+          An endless iterator (`rows.num_steps(2)` are two epochs), and the report to print.
+
+        Raises:
+          UserError: a file or a row is unusable.
+        """
+        paths = [files] if isinstance(files, (str, os.PathLike)) else files
+        examples, report = load_examples(
+            [pathlib.Path(path) for path in paths],
+            self.tokenizer,
+            ExampleSettings(max_seq_length=max_seq_length, **settings),
+            vocab_size=self.config.vocab_size,
+        )
+        rows = BatchSource(
+            examples,
+            max_seq_length=max_seq_length,
+            step_size=rows_per_step,
+            seed=seed,
+            packing=packing,
+            shuffle=shuffle,
+            pad_id=self.tokenizer.pad_id if self.tokenizer is not None else 0,
+        )
+        return rows, report
+
+    def export(
+        self,
+        trainer: Trainer,
+        folder: str | os.PathLike[str],
+        *,
+        dtype: str = "bfloat16",
+        averaged: bool = False,
+    ) -> None:
+        """Write the trainer's weights as a Hugging Face folder with this one's other files.
+
+        Args:
+          trainer: of this model; pending updates are waited for.
+          folder: must not exist, or be empty; appears complete or not at all.
+          dtype: "bfloat16", "float16" or "float32".
+          averaged: the moving averages instead; needs `ema_decay`.
+
+        Raises:
+          UserError: the folder holds something, or no average is kept.
+        """
+        with trainer.gate.reading() as reader:
+            try:
+                export(
+                    pathlib.Path(folder),
+                    self.folder,
+                    self.config.parameter_shapes(),
+                    reader.read_average if averaged else reader.read,
+                    dtype=dtype,
+                    chat_template=self.chat_template,
+                )
+            except (FileExistsError, ValueError) as error:
+                raise UserError(str(error)) from error
+
+
+def from_pretrained(
+    name_or_folder: str | os.PathLike[str],
+    *,
+    chat_template: str | os.PathLike[str] | None = None,
+) -> Pretrained:
+    """Check a Hugging Face folder: its configuration, tokenizer and the headers of its weights.
+
+    Args:
+      name_or_folder: the folder, or a hub name such as Qwen/Qwen3-4B (with the `hub` extra).
+      chat_template: a file that replaces the folder's template.
+
+    Raises:
+      UserError: it is not there, not whole, or of a model that is not supported.
+    """
+    try:
+        folder = resolve_model_folder(os.fspath(name_or_folder))
+        config = read_config(folder)
+        check_folder(folder, config)
+    except (FileNotFoundError, ImportError, ValueError) as error:
+        raise UserError(str(error)) from error
+    template = pathlib.Path(chat_template) if chat_template else None
+    has_tokenizer = (folder / "tokenizer.json").is_file()
+    return Pretrained(
+        folder=folder,
+        config=config,
+        tokenizer=load_tokenizer(folder, chat_template=template) if has_tokenizer else None,
+        chat_template=template.read_text() if template else None,
+    )

@@ -1,0 +1,292 @@
+"""The one way to the training state at rest: everything outside a step reads and writes through it.
+
+Version n is the state after n steps. A reader holds one version: updates of later steps wait until
+it lets go, those that lead to it go on. The writer has the state to itself: there is nothing to use
+until all of it has been written. What only reads leaves the state as it was, however it ends; what
+fails while it writes leaves a gate that says so, until something is restored; a failed step is
+said for good.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+
+from slidedp_jax.errors import UserError
+from slidedp_jax.state.fences import Fences
+from slidedp_jax.state.host_store import HostStore
+from slidedp_jax.transfer.weight_window import StreamedWeights
+from slidedp_jax.update.kernel_form import KernelForm
+from slidedp_jax.update.part_updates import PartUpdates
+from slidedp_jax.update.state_meaning import StateMeaning
+from slidedp_jax.update.update_thread import HostOptimizer
+
+TO_RESTORE = (
+    "the trainer was made with TO_BE_RESTORED and has no weights yet; restore a checkpoint first"
+)
+_HALF_WRITTEN = (
+    "restoring a checkpoint failed after everything had been judged, so the state is of neither "
+    "step; restore a checkpoint again"
+)
+
+
+class StateGate:
+    """Versions of the state, and who may use it.
+
+    Args:
+      store: the state.
+      fences: versions of its chunks.
+      updates: the update thread, and the optimizer state that no parameter owns.
+      part_updates: the compiled updates.
+      meaning: what the optimizer's state arrays are.
+      ema_decay: of the moving average that is the last state array, None for none.
+      form_is_stated: the form of the update kernel was asked for by name.
+      lacking: why there is nothing to use yet; empty: the state is there.
+
+    Attributes:
+      version: steps done, all of whose updates have been submitted.
+      turn: held by whoever uses the devices or the state; one at a time.
+    """
+
+    def __init__(
+        self,
+        store: HostStore,
+        fences: Fences,
+        updates: HostOptimizer,
+        part_updates: PartUpdates,
+        meaning: StateMeaning,
+        *,
+        ema_decay: float | None,
+        form_is_stated: bool,
+        lacking: str = "",
+    ):
+        self.version = 0
+        self.turn = threading.RLock()
+        self.meaning = meaning
+        self.ema_decay = ema_decay
+        self._store = store
+        self._fences = fences
+        self._updates = updates
+        self._part_updates = part_updates
+        self._form_is_stated = form_is_stated
+        self._lacking = lacking
+        self._closed = False
+
+    @property
+    def parameter_names(self) -> list[str]:
+        """All parameters, in forward order."""
+        return self._store.parameter_names
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each parameter."""
+        return self._store.shapes
+
+    def state_specs(self, name: str) -> list[jax.ShapeDtypeStruct]:
+        """Shape and dtype of each optimizer state array of a parameter."""
+        return self._store.state_specs(name)
+
+    def is_resident(self, name: str) -> bool:
+        """Whether a parameter's state stays on the compute devices."""
+        return self._store.is_resident(name)
+
+    @property
+    def shared(self) -> list[np.ndarray]:
+        """Optimizer state that no parameter owns, as far as updates have been made."""
+        return [np.asarray(leaf) for leaf in self._updates.shared]
+
+    @property
+    def kernel_form(self) -> KernelForm:
+        """Form of the update kernel in use."""
+        return self._part_updates.form
+
+    @property
+    def holds_weights(self) -> bool:
+        """Whether there is a state, which a failed restore would lose."""
+        return not self._lacking
+
+    def check_open(self) -> None:
+        """Raise if the trainer is closed.
+
+        Raises:
+          UserError: it is.
+        """
+        if self._closed:
+            raise UserError("the trainer is closed, and its host state with it")
+
+    def check(self) -> None:
+        """Raise unless there is a state to use.
+
+        Raises:
+          UserError: the trainer is closed, or a checkpoint has to be restored first.
+          TrainingStopped: a step has failed.
+        """
+        self.check_open()
+        if self._lacking:
+            raise UserError(self._lacking)
+        self._fences.check()
+
+    def wait(self) -> None:
+        """Block until every update of the steps so far is committed.
+
+        Raises:
+          TrainingStopped: one has failed.
+        """
+        self.check_open()
+        for chunk in range(len(self._fences)):
+            self._fences.wait_committed(chunk, self.version)
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[StateReader]:
+        """The state of the present version, which stays as it is meanwhile.
+
+        Raises:
+          UserError, TrainingStopped: there is none to read.
+        """
+        with self.turn:
+            self.check()
+            version = self.version
+            self._fences.hold(version)
+            try:
+                self.wait()
+                yield StateReader(self._store, self._updates.shared, version, self.ema_decay)
+            finally:
+                self._fences.let_go(version)
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[StateWriter]:
+        """The state, to be written as a whole; ends with `StateWriter.finish`.
+
+        Raises:
+          UserError, TrainingStopped: the trainer is closed, or has failed for good.
+        """
+        with self.turn:
+            self.wait()
+            self._lacking = self._lacking or _HALF_WRITTEN
+            writer = StateWriter(self._store)
+            yield writer
+            step, shared = writer.finished
+            self._updates.resume(shared)
+            self._fences.reset(step)
+            self.version = step
+            self._lacking = ""
+
+    @contextlib.contextmanager
+    def passing(self, weights: StreamedWeights) -> Iterator[None]:
+        """A pass of the devices under the present weights that changes nothing."""
+        with self.turn:
+            self.check()
+            weights.require(self.version)
+            try:
+                yield
+            except BaseException:
+                weights.abandon()
+                raise
+
+    def take_kernel_form(self, form: KernelForm) -> None:
+        """Go on with the form that a checkpoint was made with.
+
+        Raises:
+          UserError: another one was stated.
+        """
+        if form == self.kernel_form:
+            return
+        if self._form_is_stated:
+            raise UserError(
+                f"the checkpoint was made with the update kernel {form!r}, this trainer was told "
+                f"to use {self.kernel_form!r}, whose results differ in the last bit; leave "
+                "kernel_form out"
+            )
+        self.wait()
+        self._part_updates.use_form(form)
+
+    def close(self, weights: StreamedWeights) -> None:
+        """Finish pending updates, end the update thread and free the state; twice is once."""
+        with self.turn:
+            self._closed = True
+            free(self._updates, weights, self._store)
+
+
+def free(updates: HostOptimizer, weights: StreamedWeights, store: HostStore) -> None:
+    """End the update thread and free the state, which nothing may be copied from any more."""
+    updates.close()
+    weights.abandon()  # after a failed step, uploads may be under way
+    store.close()
+
+
+class StateReader:
+    """The state of one version, while it is held.
+
+    Attributes:
+      version: steps done.
+      shared: optimizer state that no parameter owns.
+    """
+
+    def __init__(
+        self,
+        store: HostStore,
+        shared: Sequence[np.ndarray],
+        version: int,
+        ema_decay: float | None,
+    ):
+        self.version = version
+        self.shared = list(shared)
+        self._store = store
+        self._ema_decay = ema_decay
+
+    def read(self, name: str) -> np.ndarray:
+        """The fp32 master weights of a parameter, a fresh array of its shape."""
+        return self._store.read(name)
+
+    def read_state(self, name: str, number: int) -> np.ndarray:
+        """The `number`-th optimizer state array of a parameter, a fresh array."""
+        return self._store.read_state(name, number)
+
+    def state_specs(self, name: str) -> list[jax.ShapeDtypeStruct]:
+        """Shape and dtype of each of them."""
+        return self._store.state_specs(name)
+
+    def read_average(self, name: str) -> np.ndarray:
+        """Moving average of a parameter, float32; of a frozen one, the parameter.
+
+        Raises:
+          UserError: no average is kept.
+        """
+        if self._ema_decay is None:
+            raise UserError("no average is kept; pass ema_decay, such as 0.999, to the Trainer")
+        kept = len(self._store.state_specs(name))
+        return self._store.read_state(name, kept - 1) if kept else self._store.read(name)
+
+
+class StateWriter:
+    """The state, to be written as a whole."""
+
+    def __init__(self, store: HostStore):
+        self._store = store
+        self._finished: tuple[int, list[np.ndarray]] | None = None
+
+    def write(self, name: str, values: np.ndarray) -> None:
+        """Set a parameter's master weights."""
+        self._store.write(name, values)
+
+    def write_state(self, name: str, number: int, values: np.ndarray) -> None:
+        """Set the `number`-th optimizer state array of a parameter."""
+        self._store.write_state(name, number, values)
+
+    def state_specs(self, name: str) -> list[jax.ShapeDtypeStruct]:
+        """Shape and dtype of each of them."""
+        return self._store.state_specs(name)
+
+    def finish(self, step: int, shared: Sequence[np.ndarray]) -> None:
+        """Everything is written: it is the state after `step` steps, with `shared`."""
+        self._finished = step, list(shared)
+
+    @property
+    def finished(self) -> tuple[int, list[np.ndarray]]:
+        """Step and shared state that `finish` was given."""
+        assert self._finished is not None, "the writer has not finished"
+        return self._finished

@@ -1,0 +1,123 @@
+"""README's script as it stands, beside the same training by plain optax in memory."""
+
+import itertools
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import optax
+import pytest
+from plain_training import train
+
+import slidedp_jax
+from slidedp_jax import UserError
+
+ROOT = pathlib.Path(__file__).parents[2]
+pytestmark = pytest.mark.timeout(300)
+
+
+def readme_script() -> str:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    section = text.split("## Train from a script", 1)[1].split("\n## ", 1)[0]
+    (script,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    return script
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The names that the script has, with little behind them."""
+    made = tmp_path_factory.mktemp("script")
+    command = [sys.executable, str(ROOT / "scripts" / "make" / "make_demo_folder.py"), str(made)]
+    subprocess.run(command, check=True, capture_output=True)
+    (made / "model").rename(made / "Qwen3-0.6B")
+    rows = (made / "train.jsonl").read_text().splitlines()[:20]
+    (made / "chats.jsonl").write_text("\n".join(rows) + "\n")
+    return made
+
+
+def test_it_has_at_most_fifteen_lines_beside_the_report():
+    lines = [line for line in readme_script().splitlines() if line.strip()]
+    assert len(lines) - 1 <= 15
+
+
+def weights(folder: pathlib.Path) -> dict[str, np.ndarray]:
+    read = {}
+    base = slidedp_jax.from_pretrained(folder)
+    base.load_parameters(lambda name, values: read.update({name: np.float32(values)}))
+    return read
+
+
+def test_it_trains_saves_and_exports(folder):
+    run = subprocess.run(
+        [sys.executable, "-c", readme_script()],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "20 rows in, 20 kept" in run.stdout
+    losses = [float(text) for text in re.findall(r"step \d: loss ([\d.]+)", run.stdout)]
+    assert len(losses) == 6
+    assert losses[-1] < losses[0]
+    assert [path.name for path in (folder / "out/checkpoints").iterdir()] == ["step_00000006"]
+    before, after = weights(folder / "Qwen3-0.6B"), weights(folder / "out/export")
+    assert before.keys() == after.keys()
+    same = [name for name in before if not np.any(before[name] != after[name])]
+    assert all("norm" in name for name in same)  # around 1, bfloat16 is coarser than six steps
+
+
+def test_its_pieces_train_as_plain_optax_does(folder):
+    base = slidedp_jax.from_pretrained(folder / "Qwen3-0.6B")
+    rows, _ = base.rows(folder / "chats.jsonl", rows_per_step=8, max_seq_length=256, packing=True)
+    batches = list(itertools.islice(rows, rows.num_steps(num_epochs=2)))
+    plan = slidedp_jax.plan_for(
+        base.config,
+        rows_per_step=8,
+        tokens_per_row=256,
+        documents_per_row=rows.documents_per_row,
+        compute_dtype="float32",
+    )
+    optimizer = optax.adamw(1e-3)
+    with slidedp_jax.Trainer(
+        base.model(),
+        optimizer,
+        strategy=plan.strategy,
+        parameters=base.load_parameters,
+        ema_decay=0.5,
+        documents_per_row=rows.documents_per_row,
+    ) as trainer:
+        losses = [trainer.step(batch.arrays).loss for batch in batches]
+        base.export(trainer, folder / "trained", dtype="float32")
+        base.export(trainer, folder / "averaged", dtype="float32", averaged=True)
+        with pytest.raises(UserError, match="is not empty"):
+            base.export(trainer, folder / "trained")
+        averages = trainer.averaged_parameters()
+    expected_losses, _, expected, _ = train(
+        base.config,
+        weights(folder / "Qwen3-0.6B"),
+        optax.chain(optax.clip_by_global_norm(1.0), optimizer),
+        [batch.arrays for batch in batches],
+    )
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
+    trained, averaged = weights(folder / "trained"), weights(folder / "averaged")
+    for name, value in expected.items():
+        np.testing.assert_allclose(trained[name], value, rtol=0, atol=3e-5, err_msg=name)
+        assert averaged[name].tobytes() == averages[name].tobytes()
+    files = {path.name for path in (folder / "trained").iterdir()}
+    assert {"config.json", "tokenizer.json", "generation_config.json"} <= files
+
+
+def test_no_folder_and_no_tokenizer_are_said(folder, tmp_path):
+    with pytest.raises(UserError, match="is not a folder"):
+        slidedp_jax.from_pretrained(tmp_path / "Qwen3-0.7B")
+    bare = shutil.copytree(folder / "Qwen3-0.6B", tmp_path / "bare")
+    (bare / "tokenizer.json").unlink()
+    base = slidedp_jax.from_pretrained(bare)
+    with pytest.raises(UserError, match="rows of text need a tokenizer"):
+        base.rows(folder / "chats.jsonl", rows_per_step=8, max_seq_length=256)
