@@ -11,7 +11,6 @@ from slidedp_jax.planner.chunking import chunk_stages
 from slidedp_jax.planner.hardware import ComputeDtype, HardwareProfile
 from slidedp_jax.planner.strategy import (
     GRADIENT_ROUTES,
-    SLOTS_BESIDE_PREFETCH,
     WEIGHT_ROUTES,
     GradientRoute,
     Strategy,
@@ -124,7 +123,6 @@ def candidates(
                             weight_route=weight_route,
                             gradient_route=gradient_route,
                             prefetch_depth=depth,
-                            weight_slots=depth + SLOTS_BESIDE_PREFETCH,
                         )
                         yield _by_loss_chunk(
                             strategy, rows * batch.seq_length, choices.loss_chunk_tokens

@@ -258,7 +258,7 @@ class _Sizes:
         arriving = strategy.upload_bytes * float(self.largest_layer.padded_parameters)
         if self._gathers:
             arriving /= num_devices
-        self.prefetched = (strategy.weight_slots - SLOTS_BESIDE_PREFETCH) * arriving
+        self.prefetched = strategy.prefetch_depth * arriving
         self.window = self.prefetched + SLOTS_BESIDE_PREFETCH * self.weights(self.largest_layer)
 
     def weights(self, chunk: ChunkWork) -> float:

@@ -127,7 +127,6 @@ def stated_strategy(args: argparse.Namespace, setup: Any, policy: str) -> Strate
         prefetch_depth=args.prefetch_depth,
         kept_chunks=args.kept_chunks,
         resident_chunks=args.resident_chunks,
-        weight_slots=args.prefetch_depth + 2,
         loss_chunk_tokens=args.loss_chunk_tokens,
         compute_dtype=args.dtype,
         num_host_devices=setup.num_host_devices,

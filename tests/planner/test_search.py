@@ -66,7 +66,6 @@ def test_equals_a_search_through_everything():
             weight_route=weights,
             gradient_route=gradients,
             prefetch_depth=depth,
-            weight_slots=depth + 2,
             loss_chunk_tokens=loss_chunk,
             update_policy="eager",
             num_host_devices=pieces,

@@ -38,7 +38,6 @@ def strategy(**changes) -> Strategy:
         "compute_dtype": "float32",
         "num_host_devices": 8,
         "block_size": BLOCK_SIZE,
-        "weight_slots": 16,
     }
     return Strategy(**(fields | changes))
 
