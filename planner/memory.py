@@ -330,9 +330,7 @@ class _Sizes:
     @property
     def logits(self) -> float:
         """The logits of one loss chunk and what is made of them."""
-        tokens = self._tokens
-        if not self._workload.whole_logits:
-            tokens = min(self._strategy.loss_chunk_tokens, tokens)
+        tokens = self._workload.loss_tokens(self._strategy.loss_chunk_tokens, self._tokens)
         return 4.0 * LOGITS_COPIES * tokens * self._workload.vocab_size
 
     @property

@@ -40,7 +40,8 @@ class Strategy:
         forward to backward; the others are uploaded again and recomputed.
       resident_chunks: lowest chunks, the embedding among them, whose training state stays on the
         devices, each with its share, and is updated there.
-      loss_chunk_tokens: tokens whose logits exist at once.
+      loss_chunk_tokens: tokens whose logits exist at once. A model whose loss decides that by
+        itself goes its own way; in plans for it, this is what it does.
       compute_dtype: dtype of forward and backward.
       num_host_devices: CPU devices over which the state is sharded, K; a multiple of the number of
         compute devices.

@@ -208,6 +208,7 @@ class Trainer:
             self.model,
             on_devices,
             wire,
+            loss_chunk_tokens=strategy.loss_chunk_tokens,
             embed_trained=layouts[0].trained,
             head_trained=layouts[-1].trained,
         )

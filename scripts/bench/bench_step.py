@@ -147,7 +147,7 @@ def run_strategy(
 
     from slidedp_jax.models import decoder
 
-    model = decoder.build(config, loss_chunk_tokens=strategy.loss_chunk_tokens)
+    model = decoder.build(config)
     tracer = step_timing.timed_tracer()
     start = time.perf_counter()
     trainer = slidedp_jax.Trainer(

@@ -86,7 +86,7 @@ def make_trainer(config: Any, strategy: Any) -> tuple[Any, Any]:
 
     from slidedp_jax.models import decoder
 
-    model = decoder.build(config, loss_chunk_tokens=strategy.loss_chunk_tokens)
+    model = decoder.build(config)
     tracer = step_timing.timed_tracer()
     trainer = slidedp_jax.Trainer(
         model,

@@ -108,7 +108,7 @@ class Check:
         self._job = job
         self._num_host_devices = num_host_devices
         self._config = step_timing.model_config(job["model"], job["layers"])
-        self._model = decoder.build(self._config, loss_chunk_tokens=512)
+        self._model = decoder.build(self._config)
         self._batches = [self._batch(step, 2 * most_devices) for step in range(NUM_STEPS)]
         self._kernel_form: Any = None
         self._limit = 1e9

@@ -38,6 +38,7 @@ def strategy(**changes) -> Strategy:
         "compute_dtype": "float32",
         "num_host_devices": 8,
         "block_size": BLOCK_SIZE,
+        "loss_chunk_tokens": 100,
     }
     return Strategy(**(fields | changes))
 
@@ -55,7 +56,7 @@ class Run:
 @contextlib.contextmanager
 def trainer(config, optimizer: optax.GradientTransformation, plan: Strategy, **options):
     """A trainer of `config` that is closed at the end; the kernel form is not measured."""
-    model = decoder.build(config, loss_chunk_tokens=100)
+    model = decoder.build(config)
     options = {"kernel_form": "whole"} | options
     with Trainer(model, optimizer, strategy=plan, **options) as it:
         yield it
