@@ -152,6 +152,14 @@ def plan(
 
 def _decided(job: Job, strategy: Strategy) -> Plan:
     """A plan without a search."""
+    devices = job.hardware.num_devices
+    places = devices * strategy.num_microbatches * strategy.rows_per_microbatch
+    if job.batch.num_rows > places:
+        raise PlanError(
+            f"the strategy that the run is to go on with takes {places} rows per step "
+            f"({strategy.num_microbatches} microbatches of {strategy.rows_per_microbatch} rows on "
+            f"{devices} devices); steps of {job.batch.num_rows} rows have to be planned anew."
+        )
     alternative = job.alternative(strategy)
     limits = job.limits(alternative.memory)
     if any(limit.need_bytes > TOLERATED * limit.have_bytes for limit in limits):

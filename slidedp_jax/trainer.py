@@ -237,7 +237,8 @@ class Trainer:
         Returns as soon as everything has been issued; updates run on beside the next step.
 
         Raises:
-          UserError: the batch does not fit the model, or the trainer is for inference only.
+          UserError: the batch does not fit the model or has more rows than the strategy was planned
+            for, or the trainer is for inference only.
           TrainingStopped: an update failed or a gradient was not finite.
         """
         if self._inference_only:
@@ -270,8 +271,10 @@ class Trainer:
         self, weights: WeightSource, prepared: PreparedBatch, sink: GradientSink
     ) -> StepOutputs:
         """One pass without an update: weights from `weights`, gradients to `sink`."""
+        assert len(prepared.microbatches) <= self.strategy.num_microbatches
+        microbatches = self._place(prepared.microbatches)
         return self._pipeline.step(
-            weights, self._place(prepared), self._scalar(1 / prepared.num_supervised), sink
+            weights, microbatches, self._scalar(1 / prepared.num_supervised), sink
         )
 
     def send(self, chunk: int, wires: Sequence[jax.Array]) -> Gradient:
@@ -281,11 +284,15 @@ class Trainer:
     def evaluate(self, batch: Mapping[str, np.ndarray]) -> tuple[float, int]:
         """Mean loss of a batch's supervised tokens under the current weights, and their number.
 
-        If it fails or is interrupted, the trainer is as it was.
+        Any number of rows: as many as the strategy was planned for pass the model at a time. If it
+        fails or is interrupted, the trainer is as it was.
         """
-        prepared = self.prepare(batch)
+        prepared, at_once = self.prepare(batch), self.strategy.num_microbatches
+        losses: list[jax.Array] = []
         with self._reading_weights():
-            losses = self._pipeline.losses(self.weights, self._place(prepared))
+            for first in range(0, len(prepared.microbatches), at_once):
+                some = self._place(prepared.microbatches[first : first + at_once])
+                losses += self._pipeline.losses(self.weights, some)
         return mean_loss(losses, prepared.num_supervised), prepared.num_supervised
 
     @contextlib.contextmanager
@@ -440,7 +447,8 @@ class Trainer:
     def prepare(self, batch: Mapping[str, np.ndarray], *, training: bool = False) -> PreparedBatch:
         """Validate a batch and split it into this trainer's microbatches.
 
-        For training, the rows of a model that draws random numbers carry the next step's seeds.
+        For training there may be no more than the strategy was planned for, and the rows of a model
+        that draws random numbers carry the next step's seeds.
         """
         self.require_weights()
         draws = training and self.model.random
@@ -449,14 +457,15 @@ class Trainer:
             vocab_size=self.model.vocab_size,
             num_devices=len(self._devices),
             rows_per_microbatch=self.strategy.rows_per_microbatch,
+            most_microbatches=self.strategy.num_microbatches if training else None,
             documents_per_row=self._documents_per_row,
             seed_and_step=(self._seed, self.step_count + 1) if draws else None,
             token_arrays=self.model.token_arrays,
         )
 
-    def _place(self, prepared: PreparedBatch) -> list[dict[str, jax.Array]]:
+    def _place(self, microbatches: Sequence[Mapping[str, Any]]) -> list[dict[str, jax.Array]]:
         rows = NamedSharding(self._mesh, PartitionSpec(DATA_AXIS))
-        return [jax.device_put(arrays, rows) for arrays in prepared.microbatches]
+        return [jax.device_put(arrays, rows) for arrays in microbatches]
 
     def _scalar(self, value: float) -> jax.Array:
         return jax.device_put(np.float32(value), NamedSharding(self._mesh, PartitionSpec()))

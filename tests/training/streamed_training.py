@@ -29,8 +29,11 @@ def small_config(*, tied: bool = False, layers: int = 4) -> ModelConfig:
     )
 
 
-def strategy(**changes) -> Strategy:
-    """fp32 compute, one layer per chunk and eight host devices, unless changed."""
+def strategy(*, rows_per_step: int | None = None, num_devices: int = 1, **changes) -> Strategy:
+    """fp32 compute, one layer per chunk and eight host devices, unless changed.
+
+    With `rows_per_step`, as many microbatches as those rows need on `num_devices`.
+    """
     fields = {
         "layers_per_chunk": 1,
         "rows_per_microbatch": 4,
@@ -40,7 +43,11 @@ def strategy(**changes) -> Strategy:
         "block_size": BLOCK_SIZE,
         "loss_chunk_tokens": 100,
     }
-    return Strategy(**(fields | changes))
+    fields |= changes
+    if rows_per_step is not None:
+        at_once = num_devices * fields["rows_per_microbatch"]
+        fields["num_microbatches"] = -(-rows_per_step // at_once)
+    return Strategy(**fields)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
