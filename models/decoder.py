@@ -29,6 +29,9 @@ from slidedp_jax.models.layers import DecoderLayer, Embedding, Head
 from slidedp_jax.models.loss import cross_entropy_sum, project_to_vocab
 from slidedp_jax.models.streamed import Batch, Cache, CachedForm, Params, Stage, StreamedModel
 
+LOSS_CHUNK_TOKENS = 1024
+"""Tokens whose logits exist at one time in the loss, where no strategy says."""
+
 _M = TypeVar("_M", bound=nnx.Module)
 
 
@@ -36,7 +39,6 @@ def build(
     config: ModelConfig,
     *,
     attention: str = "auto",
-    loss_chunk_tokens: int = 2048,
     target: ComputeTarget | None = None,
 ) -> StreamedModel:
     """A decoder as the runtime sees it.
@@ -48,7 +50,6 @@ def build(
       config: shapes and flags.
       attention: `auto`, `chunked` or `cudnn`; see `models.attention.resolve_attention`, which
         decides when a layer is traced.
-      loss_chunk_tokens: tokens whose logits exist at one time in the loss.
       target: where the functions will run; None means like the first JAX device.
 
     Raises:
@@ -61,6 +62,7 @@ def build(
     embedding = _Abstract(lambda: Embedding(config.vocab_size, config.hidden_size))
     layer = _Abstract(lambda: DecoderLayer(config))
     head = _Abstract(lambda: Head(config))
+    head_loss_for = partial(partial, _head_loss, head)
     windows = set(config.layer_windows)
     layer_fns = {
         window: partial(_apply_layer, layer, config, attention, target, window)
@@ -80,7 +82,8 @@ def build(
         head=Stage(name="", shapes=head.shapes),
         embed_fn=lambda params, batch: embedding.merge(params)(batch["input_ids"]),
         layer_fns=tuple(layer_fns[window] for window in config.layer_windows),
-        head_loss_fn=partial(_head_loss, head, loss_chunk_tokens),
+        head_loss_fn=head_loss_for(LOSS_CHUNK_TOKENS),
+        head_loss_for=head_loss_for,
         head_logits_fn=partial(_head_logits, head),
         tied=config.tie_word_embeddings,
         vocab_size=config.vocab_size,

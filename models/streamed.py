@@ -79,6 +79,9 @@ class Stage:
 Cache = Any
 """Pytree of arrays that one layer keeps while rows grow, each with leading dimension B."""
 
+HeadLossFn = Callable[[Params, Params | None, jax.Array, Batch], jax.Array]
+"""(head params, embed params or None, x, batch) -> float32 scalar, the *sum* of token losses."""
+
 CachedFn = Callable[[Params, jax.Array, Batch, Cache], tuple[jax.Array, Cache]]
 
 
@@ -118,13 +121,16 @@ class StreamedModel:
         equal structure must share one function object: it is the key under which a chunk is
         compiled. Backward calls them again; what must not be computed again has a name
         (`models.named_results`).
-      head_loss_fn: (head params, embed params or None, x, batch) -> float32 scalar, the *sum* of
-        the losses of the supervised tokens. Embed params are given when `tied` is true.
+      head_loss_fn: the sum of the losses of the supervised tokens. Embed params are given when
+        `tied` is true.
       head_logits_fn: (head params, embed params or None, x) -> float32 logits [B, T, V].
       tied: the head also reads the embedding's parameters.
       vocab_size: number of token ids that the embedding accepts.
       initial_value: (full parameter name, shape, seed) -> float32 array, for training from scratch;
         depends on nothing else, so chunking and device count do not change it.
+      head_loss_for: (loss_chunk_tokens) -> the same loss that holds the logits of so many tokens at
+        once, which is what a strategy decides; None: the loss is as it is, and no strategy has a
+        say in it.
       cached: the layers in a form that keeps keys and values, or None: no text can be generated.
       random: the functions read `row_seeds`; without them they draw nothing (evaluation).
       token_arrays: name -> dtype of further arrays [R, T] that every batch must have.
@@ -137,15 +143,22 @@ class StreamedModel:
     head: Stage
     embed_fn: Callable[[Params, Batch], jax.Array]
     layer_fns: tuple[LayerFn, ...]
-    head_loss_fn: Callable[[Params, Params | None, jax.Array, Batch], jax.Array]
+    head_loss_fn: HeadLossFn
     head_logits_fn: Callable[[Params, Params | None, jax.Array], jax.Array]
     tied: bool
     vocab_size: int
     initial_value: Callable[[str, tuple[int, ...], int], np.ndarray]
+    head_loss_for: Callable[[int], HeadLossFn] | None = None
     cached: CachedForm | None = None
     random: bool = False
     token_arrays: Mapping[str, str] = field(default_factory=dict)
     configuration: Mapping[str, Any] = field(default_factory=dict)
+
+    def head_loss(self, loss_chunk_tokens: int) -> HeadLossFn:
+        """The loss under a strategy that says `loss_chunk_tokens`."""
+        if self.head_loss_for is None:
+            return self.head_loss_fn
+        return self.head_loss_for(loss_chunk_tokens)
 
     def stages(self) -> tuple[Stage, ...]:
         """All stages in forward order."""

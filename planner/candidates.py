@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -11,7 +11,6 @@ from slidedp_jax.planner.chunking import chunk_stages
 from slidedp_jax.planner.hardware import ComputeDtype, HardwareProfile
 from slidedp_jax.planner.strategy import (
     GRADIENT_ROUTES,
-    SLOTS_BESIDE_PREFETCH,
     WEIGHT_ROUTES,
     GradientRoute,
     Strategy,
@@ -124,21 +123,20 @@ def candidates(
                             weight_route=weight_route,
                             gradient_route=gradient_route,
                             prefetch_depth=depth,
-                            weight_slots=depth + SLOTS_BESIDE_PREFETCH,
                         )
-                        yield _by_loss_chunk(
-                            strategy, rows * batch.seq_length, choices.loss_chunk_tokens
-                        )
+                        tokens = rows * batch.seq_length
+                        chosen = _chosen(choices.loss_chunk_tokens, LOSS_CHUNKS_TOKENS)
+                        sizes = {workload.loss_tokens(size, tokens) for size in chosen}
+                        yield _by_loss_chunk(strategy, sizes)
 
 
 def _chosen(choice: _T | None, options: tuple[_T, ...]) -> tuple[_T, ...]:
     return options if choice is None else (choice,)
 
 
-def _by_loss_chunk(strategy: Strategy, tokens: int, choice: int | None) -> Iterator[Strategy]:
+def _by_loss_chunk(strategy: Strategy, sizes: Iterable[int]) -> Iterator[Strategy]:
     """Loss chunks from large, which is faster, to small, which is smaller."""
-    sizes = sorted({min(size, tokens) for size in _chosen(choice, LOSS_CHUNKS_TOKENS)})
-    for size in reversed(sizes):
+    for size in sorted(sizes, reverse=True):
         yield replace(strategy, loss_chunk_tokens=size)
 
 

@@ -177,9 +177,8 @@ class _Costs:
         """
         stage, workload, tokens = self._workload.head, self._workload, self._tokens
         flops = 3.0 * matmul_forward_flops(tokens, stage.matmul_parameters)
-        loss_chunks = 1
-        if not workload.whole_logits:
-            loss_chunks = -(-tokens // min(tokens, self._strategy.loss_chunk_tokens))
+        at_once = workload.loss_tokens(self._strategy.loss_chunk_tokens, tokens)
+        loss_chunks = -(-tokens // at_once)
         seconds = (
             flops / self._matmul_rate
             + self._memory_s(4.0 * LOGITS_PASSES * tokens * workload.vocab_size)

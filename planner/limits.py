@@ -30,8 +30,8 @@ _ADVICE: Mapping[str, str] = {
     "embedding_gradient_sum": "use devices with more memory",
     "embedding_gradient": "use devices with more memory",
     "head_gradient": "use devices with more memory",
-    "logits": "use a smaller loss_chunk_tokens; where a model's own loss holds all logits, fewer "
-    "tokens per microbatch or models.loss.cross_entropy_sum",
+    "logits": "use a smaller loss_chunk_tokens; where the loss is the model's own, fewer tokens "
+    "per microbatch, or in that loss models.loss.cross_entropy_sum with a smaller chunk_tokens",
     "batch_arrays": "use fewer tokens per step",
     "master_weights": "use a host with more memory or a smaller model",
     "optimizer_state": "use an optimizer with less state (bf16 moments, one moment or none), or a "

@@ -263,7 +263,7 @@ class _Sizes:
         arriving = strategy.upload_bytes * float(self.largest_layer.padded_parameters)
         if self._gathers:
             arriving /= num_devices
-        self.prefetched = (strategy.weight_slots - SLOTS_BESIDE_PREFETCH) * arriving
+        self.prefetched = strategy.prefetch_depth * arriving
         self.window = self.prefetched + SLOTS_BESIDE_PREFETCH * self.weights(self.largest_layer)
 
     def weights(self, chunk: ChunkWork) -> float:
@@ -343,9 +343,7 @@ class _Sizes:
     @property
     def logits(self) -> float:
         """The logits of one loss chunk and what is made of them."""
-        tokens = self._tokens
-        if not self._workload.whole_logits:
-            tokens = min(self._strategy.loss_chunk_tokens, tokens)
+        tokens = self._workload.loss_tokens(self._strategy.loss_chunk_tokens, self._tokens)
         return 4.0 * LOGITS_COPIES * tokens * self._workload.vocab_size
 
     @property

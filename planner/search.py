@@ -144,13 +144,22 @@ def plan(
         raise PlanError(_nothing_fits(job, [memory for _, memory in misfits], choices))
     ranked = _simulate_best(job, fitting)
     if resident_state:
-        roomier = SMALL_LOSS_CHUNK_TOKENS if choices.loss_chunk_tokens is None else None
+        free = choices.loss_chunk_tokens is None and workload.own_loss_tokens is None
+        roomier = SMALL_LOSS_CHUNK_TOKENS if free else None
         ranked = _with_spare_memory(job, ranked, fitting, keep_activations, roomier)
     return _as_plan(job, ranked, misfits)
 
 
 def _decided(job: Job, strategy: Strategy) -> Plan:
     """A plan without a search."""
+    devices = job.hardware.num_devices
+    places = devices * strategy.num_microbatches * strategy.rows_per_microbatch
+    if job.batch.num_rows > places:
+        raise PlanError(
+            f"the strategy that the run is to go on with takes {places} rows per step "
+            f"({strategy.num_microbatches} microbatches of {strategy.rows_per_microbatch} rows on "
+            f"{devices} devices); steps of {job.batch.num_rows} rows have to be planned anew."
+        )
     alternative = job.alternative(strategy)
     limits = job.limits(alternative.memory)
     if any(limit.need_bytes > TOLERATED * limit.have_bytes for limit in limits):
@@ -281,6 +290,11 @@ def _check_request(
         value = getattr(choices, name)
         if isinstance(value, int) and value < 1:
             problems.append(f"{name} is {value}; it must be at least 1")
+    if choices.loss_chunk_tokens is not None and job.workload.own_loss_tokens is not None:
+        problems.append(
+            f"loss_chunk_tokens is {choices.loss_chunk_tokens}, but how many tokens' logits exist "
+            f"at once is decided by the loss of {job.workload.name} itself; leave it out"
+        )
     layers, wanted = len(job.workload.layers), choices.layers_per_chunk
     if wanted is not None and wanted > layers:
         problems.append(f"layers_per_chunk is {wanted}; the model has {layers} layers")

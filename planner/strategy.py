@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from slidedp_jax.planner.hardware import COMPUTE_DTYPES, ComputeDtype
 
@@ -35,12 +36,12 @@ class Strategy:
       update_policy: `eager`: a chunk is updated when its gradient has arrived (no clipping);
         `deferred`: when the norm over all gradients is known.
       prefetch_depth: chunks whose upload may run ahead of compute.
-      weight_slots: layer chunks whose weights a device may hold at once.
       kept_chunks: top layer chunks whose weights and intermediate results stay on the device from
         forward to backward; the others are uploaded again and recomputed.
       resident_chunks: lowest chunks, the embedding among them, whose training state stays on the
         devices, each with its share, and is updated there.
-      loss_chunk_tokens: tokens whose logits exist at once.
+      loss_chunk_tokens: tokens whose logits exist at once. A model whose loss decides that by
+        itself goes its own way; in plans for it, this is what it does.
       compute_dtype: dtype of forward and backward.
       num_host_devices: CPU devices over which the state is sharded, K; a multiple of the number of
         compute devices.
@@ -54,7 +55,6 @@ class Strategy:
     gradient_route: GradientRoute = "reduce_scatter"
     update_policy: UpdatePolicy = "deferred"
     prefetch_depth: int = 1
-    weight_slots: int = 3
     kept_chunks: int = 0
     resident_chunks: int = 0
     loss_chunk_tokens: int = 1024
@@ -63,7 +63,7 @@ class Strategy:
     block_size: int = 4096
 
     def __post_init__(self) -> None:
-        """Checks each field and that the window holds what the prefetch brings."""
+        """Checks each field."""
         for names, least in ((_COUNTS, 1), (("kept_chunks", "resident_chunks"), 0)):
             for name in names:
                 value = getattr(self, name)
@@ -82,12 +82,29 @@ class Strategy:
                 f"{self.gradient_route!r}; state on the devices is updated from gradients that the "
                 "devices sum, so use 'reduce_scatter', or resident_chunks 0."
             )
-        if self.weight_slots < self.prefetch_depth + SLOTS_BESIDE_PREFETCH:
-            raise ValueError(
-                f"weight_slots is {self.weight_slots} with prefetch_depth {self.prefetch_depth}; "
-                f"a chunk in use, one in transition and the prefetched ones need "
-                f"{self.prefetch_depth + SLOTS_BESIDE_PREFETCH}."
-            )
+
+    @staticmethod
+    def recorded(values: Mapping[str, Any]) -> Strategy:
+        """The strategy that a run has recorded, perhaps by an earlier version.
+
+        What has become a consequence of other fields since is left out.
+
+        Raises:
+          ValueError: a field is unknown, missing or out of its range.
+        """
+        kept = {name: value for name, value in values.items() if name not in _DERIVED}
+        unknown = sorted(kept.keys() - Strategy.__dataclass_fields__.keys())
+        if unknown:
+            raise ValueError(f"the recorded strategy has {unknown}, which this version lacks")
+        try:
+            return Strategy(**kept)
+        except TypeError as error:
+            raise ValueError(f"the recorded strategy is not whole: {error}") from None
+
+    @property
+    def weight_slots(self) -> int:
+        """Layer chunks whose weights lie on a device at once."""
+        return self.prefetch_depth + SLOTS_BESIDE_PREFETCH
 
     @property
     def compute_bytes(self) -> int:
@@ -105,12 +122,14 @@ class Strategy:
         return self.compute_bytes
 
 
+_DERIVED = ("weight_slots",)
+"""Fields of earlier versions that are properties now."""
+
 _COUNTS = (
     "layers_per_chunk",
     "rows_per_microbatch",
     "num_microbatches",
     "prefetch_depth",
-    "weight_slots",
     "loss_chunk_tokens",
     "num_host_devices",
     "block_size",

@@ -129,7 +129,8 @@ class Workload:
       tied: the output projection is the embedding.
       hidden_size: width of what passes between stages, D.
       vocab_size: V.
-      whole_logits: the loss holds the logits of a whole microbatch at once, not of a loss chunk.
+      own_loss_tokens: tokens whose logits the loss holds at once where that is the model's own
+        affair, `math.inf` for all of a microbatch; None: as many as the strategy says.
     """
 
     name: str
@@ -139,7 +140,7 @@ class Workload:
     tied: bool
     hidden_size: int
     vocab_size: int
-    whole_logits: bool = False
+    own_loss_tokens: float | None = None
 
     def __post_init__(self) -> None:
         """Rejects a model without layers."""
@@ -150,6 +151,11 @@ class Workload:
     def num_parameters(self) -> int:
         """All parameters, a tied matrix counted once."""
         return sum(stage.num_parameters for stage in self.stages)
+
+    def loss_tokens(self, strategy_says: int, microbatch_tokens: int) -> int:
+        """Tokens whose logits exist at once."""
+        own = self.own_loss_tokens
+        return int(min(strategy_says if own is None else own, microbatch_tokens))
 
     @property
     def stages(self) -> tuple[StageWork, ...]:

@@ -32,6 +32,7 @@ from slidedp_jax.adapter.workload import measured_workload
 from slidedp_jax.models import decoder
 from slidedp_jax.models.config import ModelConfig, RopeParameters
 from slidedp_jax.models.loss import cross_entropy_sum
+from slidedp_jax.planner.candidates import Choices
 from slidedp_jax.this_machine import plan_for
 
 warnings.filterwarnings("ignore", category=DeprecationWarning)  # tunix's own
@@ -126,16 +127,19 @@ def _own_decoder(config: Any, args: argparse.Namespace) -> dict[str, Any]:
         qk_norm=True,
         tie_word_embeddings=True,
     )
-    return _streamed(decoder.build(own, loss_chunk_tokens=LOSS_CHUNK), own, args)[0]
+    return _streamed(decoder.build(own), own, args, Choices(loss_chunk_tokens=LOSS_CHUNK))[0]
 
 
-def _streamed(model: Any, planned: Any, args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
+def _streamed(
+    model: Any, planned: Any, args: argparse.Namespace, choices: Choices | None = None
+) -> tuple[dict[str, Any], Any]:
     plan = plan_for(
         planned,
         rows_per_step=args.rows,
         tokens_per_row=args.tokens,
         max_grad_norm=None,
         device_memory_budget_gib=args.device_memory_gib,
+        choices=choices,
     )
     optimizer = optax.adamw(LEARNING_RATE)
     with slidedp_jax.Trainer(

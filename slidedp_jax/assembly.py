@@ -153,6 +153,7 @@ def _around(
         model,
         on_devices,
         wire,
+        loss_chunk_tokens=strategy.loss_chunk_tokens,
         embed_trained=layouts[0].trained,
         head_trained=layouts[-1].trained,
     )

@@ -138,7 +138,8 @@ class Trainer:
         Returns as soon as everything has been issued; updates run on beside the next step.
 
         Raises:
-          UserError: the batch does not fit the model, or the trainer is for inference only.
+          UserError: the batch does not fit the model or has more rows than the strategy was planned
+            for, or the trainer is for inference only.
           TrainingStopped: an update failed or a gradient was not finite.
         """
         if self._inference_only:
@@ -173,8 +174,10 @@ class Trainer:
         self, weights: WeightSource, prepared: PreparedBatch, sink: GradientSink
     ) -> StepOutputs:
         """One pass without an update: weights from `weights`, gradients to `sink`."""
+        assert len(prepared.microbatches) <= self.strategy.num_microbatches
+        microbatches = self._place(prepared.microbatches)
         return self._pipeline.step(
-            weights, self._place(prepared), self._scalar(1 / prepared.num_supervised), sink
+            weights, microbatches, self._scalar(1 / prepared.num_supervised), sink
         )
 
     def send(self, chunk: int, wires: Sequence[jax.Array]) -> Gradient:
@@ -184,13 +187,16 @@ class Trainer:
     def evaluate(self, batch: Mapping[str, np.ndarray]) -> tuple[float, int]:
         """Mean loss of a batch's supervised tokens under the current weights, and their number.
 
-        As `StepMetrics.loss`, it has the layers' own losses in it, if any.
-
-        If it fails or is interrupted, the trainer is as it was.
+        As `StepMetrics.loss`, it has the layers' own losses in it, if any. Any number of rows: as
+        many as the strategy was planned for pass the model at a time. If it fails or is
+        interrupted, the trainer is as it was.
         """
+        at_once, losses = self.strategy.num_microbatches, list[jax.Array]()
         with self.gate.passing(self.weights):
             prepared = self.prepare(batch)
-            losses = self._pipeline.losses(self.weights, self._place(prepared))
+            for first in range(0, len(prepared.microbatches), at_once):
+                some = self._place(prepared.microbatches[first : first + at_once])
+                losses += self._pipeline.losses(self.weights, some)
         return mean_loss(losses, prepared.num_supervised), prepared.num_supervised
 
     def next_logits(
@@ -300,7 +306,8 @@ class Trainer:
     def prepare(self, batch: Mapping[str, np.ndarray], *, training: bool = False) -> PreparedBatch:
         """Validate a batch and split it into this trainer's microbatches.
 
-        For training, the rows of a model that draws random numbers carry the next step's seeds.
+        For training there may be no more than the strategy was planned for, and the rows of a model
+        that draws random numbers carry the next step's seeds.
         """
         self.gate.check()
         draws = training and self.model.random
@@ -309,13 +316,14 @@ class Trainer:
             vocab_size=self.model.vocab_size,
             num_devices=len(self._devices),
             rows_per_microbatch=self.strategy.rows_per_microbatch,
+            most_microbatches=self.strategy.num_microbatches if training else None,
             documents_per_row=self._documents_per_row,
             seed_and_step=(self._seed, self.gate.version + 1) if draws else None,
             token_arrays=self.model.token_arrays,
         )
 
-    def _place(self, prepared: PreparedBatch) -> list[dict[str, jax.Array]]:
-        return [jax.device_put(arrays, self._rows) for arrays in prepared.microbatches]
+    def _place(self, microbatches: Sequence[Mapping[str, Any]]) -> list[dict[str, jax.Array]]:
+        return [jax.device_put(arrays, self._rows) for arrays in microbatches]
 
     def _scalar(self, value: float) -> jax.Array:
         placed: jax.Array = jax.device_put(np.float32(value), self._same)

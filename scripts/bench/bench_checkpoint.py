@@ -109,7 +109,7 @@ def make_trainer(args: argparse.Namespace) -> Any:
     config = step_timing.model_config(args.model, args.layers)
     resident = None if args.resident_state == "on" else False
     plan = plan_for(config, rows_per_step=1, tokens_per_row=args.seq, resident_state=resident)
-    model = decoder.build(config, loss_chunk_tokens=plan.strategy.loss_chunk_tokens)
+    model = decoder.build(config)
     trainer = slidedp_jax.Trainer(
         model,
         optax.adamw(1e-5),

@@ -281,7 +281,7 @@ def time_plain_step(bench: Bench) -> None:
         x = model.embed_fn(embed, batch)
         x, _ = jax.lax.scan(layer, x, layers)
         tied = embed if model.tied else None
-        return model.head_loss_fn(head, tied, x, batch) / tokens
+        return model.head_loss(bench.loss_chunk_tokens)(head, tied, x, batch) / tokens
 
     params = (embed, stacked, head)
     name = f"plain step, {depth} layers scanned + head"

@@ -116,23 +116,28 @@ def planned(args: argparse.Namespace, config: Any, policy: str, tokens: int) -> 
 
 
 def stated_strategy(args: argparse.Namespace, setup: Any, policy: str) -> Strategy:
-    """The strategy of the command line."""
+    """The strategy of the command line, for steps of the most tokens."""
     return Strategy(
         layers_per_chunk=args.layers_per_chunk,
-        rows_per_microbatch=args.rows_per_microbatch or 1,
-        num_microbatches=1,
+        **microbatches(args, max(args.tokens), len(setup.devices()[0])),
         weight_route=args.weight_route,
         gradient_route=args.gradient_route,
         update_policy="eager" if policy == "eager" else "deferred",
         prefetch_depth=args.prefetch_depth,
         kept_chunks=args.kept_chunks,
         resident_chunks=args.resident_chunks,
-        weight_slots=args.prefetch_depth + 2,
         loss_chunk_tokens=args.loss_chunk_tokens,
         compute_dtype=args.dtype,
         num_host_devices=setup.num_host_devices,
         block_size=args.block_size,
     )
+
+
+def microbatches(args: argparse.Namespace, tokens: int, num_devices: int) -> dict[str, int]:
+    """How a step is cut: as the command line says, by default not at all."""
+    rows = max(1, tokens // args.seq // num_devices)
+    at_once = args.rows_per_microbatch or rows
+    return {"rows_per_microbatch": at_once, "num_microbatches": -(-rows // at_once)}
 
 
 def run_strategy(
@@ -148,7 +153,7 @@ def run_strategy(
 
     from slidedp_jax.models import decoder
 
-    model = decoder.build(config, loss_chunk_tokens=strategy.loss_chunk_tokens)
+    model = decoder.build(config)
     tracer = step_timing.timed_tracer()
     start = time.perf_counter()
     trainer = slidedp_jax.Trainer(
@@ -187,9 +192,9 @@ def measure(
     rng = np.random.default_rng(1)
     ids = rng.integers(0, config.vocab_size, (tokens // args.seq, args.seq)).astype(np.int32)
     batch = {"input_ids": ids, "labels": ids}
-    if args.rows_per_microbatch is None and not args.planned:
-        rows = max(1, len(ids) // trainer.num_devices)
-        trainer.strategy = dataclasses.replace(trainer.strategy, rows_per_microbatch=rows)
+    if not args.planned:
+        cut = microbatches(args, tokens, trainer.num_devices)
+        trainer.strategy = dataclasses.replace(trainer.strategy, **cut)
     device = jax.local_devices()[0]
     result: dict[str, Any] = {"model": args.model, "tokens": tokens, "policy": policy}
     result["max_grad_norm"] = None if policy == "eager" else args.max_grad_norm

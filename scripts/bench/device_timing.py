@@ -87,15 +87,14 @@ class Bench:
         self.rows_spec, self.same_spec = PartitionSpec("data"), PartitionSpec()
 
         def programs(chunk_tokens: int) -> tuple[Any, Any]:
-            model = decoder.build(
-                self.config, attention=self.attention, loss_chunk_tokens=chunk_tokens
-            )
+            model = decoder.build(self.config, attention=self.attention)
             on_devices = DeviceMap(self.mesh, self.dtype)
             wire = WirePrograms(on_devices, self.weights, self.gradients)
-            return model, ComputePrograms(model, on_devices, wire)
+            return model, ComputePrograms(model, on_devices, wire, loss_chunk_tokens=chunk_tokens)
 
         self.programs_for = programs
-        self.model, self.programs = programs(min(4096, args.tokens))
+        self.loss_chunk_tokens = min(4096, args.tokens)
+        self.model, self.programs = programs(self.loss_chunk_tokens)
         self.layer_fns = (self.model.layer_fns[0],)
         self.rows: list[dict[str, Any]] = []
         self.facts: dict[str, Any] = {}

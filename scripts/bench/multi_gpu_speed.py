@@ -61,16 +61,21 @@ def keep_to_share(share: float) -> int:
 
 
 def make_strategy(job: dict[str, Any], setup: Any, config: Any, rows: int) -> Any:
-    """As the command line says, or what a run of that many rows would be given."""
+    """As the command line says, or what a run of that many rows would be given.
+
+    The former is for steps of the most tokens.
+    """
     from slidedp_jax.planner.strategy import Strategy
     from slidedp_jax.this_machine import plan_for
 
     if job["planned"]:
         return plan_for(config, rows_per_step=rows, tokens_per_row=job["seq"]).strategy
+    at_once = job["num_devices"] * job["rows_per_microbatch"]
+    most_rows = max(job["tokens_per_device"]) * job["num_devices"] // job["seq"]
     return Strategy(
         layers_per_chunk=job["layers_per_chunk"],
         rows_per_microbatch=job["rows_per_microbatch"],
-        num_microbatches=1,
+        num_microbatches=-(-most_rows // at_once),
         weight_route=job["weight_route"],
         gradient_route=job["gradient_route"],
         prefetch_depth=1,
@@ -87,7 +92,7 @@ def make_trainer(config: Any, strategy: Any) -> tuple[Any, Any]:
 
     from slidedp_jax.models import decoder
 
-    model = decoder.build(config, loss_chunk_tokens=strategy.loss_chunk_tokens)
+    model = decoder.build(config)
     tracer = step_timing.timed_tracer()
     trainer = slidedp_jax.Trainer(
         model,
@@ -154,7 +159,7 @@ def count_bytes(trainer: Any, batch: dict[str, Any]) -> dict[str, float]:
             )
         arriving.append(gradient)
 
-    trainer.forward_backward(trainer.weights, trainer.prepare(batch), send)
+    trainer.forward_backward(trainer.weights, trainer.prepare(batch, training=True), send)
     for gradient in arriving:
         gradient.wait()
     parameters = trainer.store.num_parameters

@@ -75,7 +75,7 @@ class ComputePasses:
 
     def __init__(self, trainer: Any, batch: Any):
         self._trainer = trainer
-        self._prepared = trainer.prepare(batch)
+        self._prepared = trainer.prepare(batch, training=True)
         self._wires: dict[Any, Any] = {}
 
     def resident(self, repeats: int) -> list[float]:

@@ -110,8 +110,9 @@ class Check:
         self._job = job
         self._num_host_devices = num_host_devices
         self._config = step_timing.model_config(job["model"], job["layers"])
-        self._model = decoder.build(self._config, loss_chunk_tokens=512)
-        self._batches = [self._batch(step, 2 * most_devices) for step in range(NUM_STEPS)]
+        self._model = decoder.build(self._config)
+        self._num_rows = 2 * most_devices
+        self._batches = [self._batch(step, self._num_rows) for step in range(NUM_STEPS)]
         self._kernel_form: Any = None
         self._limit = 1e9
         # Unclipped norms tell which limit some of the steps will hit.
@@ -217,7 +218,7 @@ class Check:
         strategy = Strategy(
             layers_per_chunk=1,
             rows_per_microbatch=1,
-            num_microbatches=1,
+            num_microbatches=-(-self._num_rows // num_devices),
             weight_route=weight_route,
             gradient_route=gradient_route,
             resident_chunks=resident_chunks,

@@ -71,7 +71,7 @@ class Faults:
         self._config = dataclasses.replace(
             step_timing.model_config(job["model"], job["layers"]), tie_word_embeddings=False
         )
-        self._model = decoder.build(self._config, loss_chunk_tokens=512)
+        self._model = decoder.build(self._config)
         self._strategy = Strategy(
             layers_per_chunk=1,
             rows_per_microbatch=1,

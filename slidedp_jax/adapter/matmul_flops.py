@@ -1,4 +1,4 @@
-"""Operations of matrix products, counted in a traced program."""
+"""Matrix products of a traced program: their operations, and how large some of them are."""
 
 from __future__ import annotations
 
@@ -39,3 +39,15 @@ def _equation_flops(equation: Any) -> float:
     if name == "cond":
         return max(inner, default=0.0)
     return equation.params.get("length", 1) * sum(inner) if name == "scan" else sum(inner)
+
+
+def widest_product(program: Any, size: int) -> int:
+    """Most rows of any product's result that has an axis of `size`; 0 if none has."""
+    widest = 0
+    for equation in jaxpr_of(program).eqns:
+        if equation.primitive.name == "dot_general":
+            shape = equation.outvars[0].aval.shape
+            widest = max(widest, math.prod(shape) // size if size in shape else 0)
+        inner = (widest_product(part, size) for part in inner_programs(equation))
+        widest = max(widest, *inner, 0)
+    return widest

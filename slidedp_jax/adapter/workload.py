@@ -17,13 +17,15 @@ import jax
 import jax.numpy as jnp
 
 from slidedp_jax.adapter.claims import example_batch
-from slidedp_jax.adapter.matmul_flops import matmul_flops
+from slidedp_jax.adapter.matmul_flops import matmul_flops, widest_product
 from slidedp_jax.jax_internals import bytes_accessed, temporary_bytes
 from slidedp_jax.models.named_results import DECIDED, named_bytes
 from slidedp_jax.models.streamed import LayerFn, Stage, StreamedModel
 from slidedp_jax.planner.workload import StageWork, Workload, parameter_groups
 
 LOGITS_BYTES = 4
+MANY_ROWS = 64
+"""Rows whose logits no loss is taken to hold at once unless it holds those of any number."""
 
 
 def measured_workload(
@@ -57,7 +59,7 @@ def measured_workload(
     for stage, fn in zip(model.layers, model.layer_fns, strict=True):
         if fn not in layers:
             layers[fn] = probe.layer(stage, fn)
-    head, whole_logits = probe.head()
+    head, own_loss_tokens = probe.head()
     return Workload(
         name=name,
         embed=StageWork(
@@ -70,7 +72,7 @@ def measured_workload(
         tied=model.tied,
         hidden_size=probe.hidden_size,
         vocab_size=model.vocab_size,
-        whole_logits=whole_logits,
+        own_loss_tokens=own_loss_tokens,
     )
 
 
@@ -124,8 +126,8 @@ class _Probe:
             elementwise_elements=ahead.traffic,
         )
 
-    def head(self) -> tuple[StageWork, bool]:
-        """Work of the head, and whether its loss keeps the logits of all tokens at once."""
+    def head(self) -> tuple[StageWork, float | None]:
+        """Work of the head, and `Workload.own_loss_tokens`."""
         model = self._model
         params = self._params(model.head)
         embed = self._params(model.embed) if model.tied else None
@@ -145,14 +147,21 @@ class _Probe:
             return run, arguments
 
         linear, _ = self._flops(forward)
-        logits = model.vocab_size * LOGITS_BYTES / self._dtype.itemsize
         work = StageWork(
             name="head",
             group_parameters=_groups(model.head),
             matmul_parameters=round(linear / 2),
             elementwise_elements=4 * self.hidden_size,
         )
-        return work, self._growth(backward).workspace > logits / 2
+        if model.head_loss_for is not None:
+            return work, None
+        fn, arguments = forward(MANY_ROWS, self._tokens)
+        at_once = widest_product(jax.make_jaxpr(fn)(*arguments), model.vocab_size)
+        # From so many rows on, memory grows only if the logits are kept for the gradient after all.
+        rows = -(-at_once // self._tokens) if at_once < MANY_ROWS * self._tokens else 1
+        logits = model.vocab_size * LOGITS_BYTES / self._dtype.itemsize
+        grows = self._growth(backward, max(1, rows)).workspace > logits / 2
+        return work, math.inf if grows else max(1, at_once)
 
     def _flops(self, make: Callable[..., Any]) -> tuple[float, float]:
         """Operations a and b of a T + b T^2 for one row of T tokens."""
@@ -164,17 +173,18 @@ class _Probe:
         quadratic = max(0.0, (two - 2 * one) / (2 * t**2))
         return one / t - quadratic * t, quadratic
 
-    def _growth(self, make: Callable[..., Any]) -> _Growth:
+    def _growth(self, make: Callable[..., Any], rows: int = 1) -> _Growth:
+        """What further rows add to `rows`."""
         temporaries, traffic = [], []
-        for rows in (1, 2):
-            fn, arguments = make(rows, self._tokens)
+        for number in (rows, 2 * rows):
+            fn, arguments = make(number, self._tokens)
             compiled = jax.jit(fn).lower(*arguments).compile()
             temporaries.append(temporary_bytes(compiled))
             traffic.append(bytes_accessed(compiled))
 
         def per_token(figures: Sequence[float]) -> int:
             added = max(0.0, figures[1] - figures[0])
-            return math.ceil(added / (self._tokens * self._dtype.itemsize))
+            return math.ceil(added / (rows * self._tokens * self._dtype.itemsize))
 
         return _Growth(workspace=per_token(temporaries), traffic=per_token(traffic))
 

@@ -117,11 +117,7 @@ class Run:
             load_parameters(inputs.folder, shapes, counted)
 
         trainer = Trainer(
-            build(
-                inputs.config,
-                attention=args.attention,
-                loss_chunk_tokens=strategy.loss_chunk_tokens,
-            ),
+            build(inputs.config, attention=args.attention),
             make_optimizer(args, inputs.num_steps),
             strategy=strategy,
             parameters=read_weights if load else TO_BE_RESTORED,

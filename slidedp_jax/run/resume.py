@@ -127,7 +127,7 @@ def recorded_strategy(
     """The strategy of the run so far, and notes; None where a plan has to be made.
 
     Args:
-      previous: what `run_record.read_run` or a checkpoint holds of it.
+      previous: what `record.read_run` or a checkpoint holds of it.
       args: settings of this run.
     """
     if args.plan_from is not None:
@@ -142,7 +142,10 @@ def recorded_strategy(
     changed += _other_devices(previous.get("planned_for"))
     if changed:
         return None, [f"planned anew, which may change the last bits: {'; '.join(changed)}"]
-    return Strategy(**previous["strategy"]), []
+    try:
+        return Strategy.recorded(previous["strategy"]), []
+    except ValueError as error:
+        return None, [f"planned anew, which may change the last bits: {error}"]
 
 
 def _strategy_of_file(path: pathlib.Path) -> Strategy:
@@ -153,7 +156,7 @@ def _strategy_of_file(path: pathlib.Path) -> Strategy:
     """
     try:
         record = json.loads(path.read_bytes().decode())
-        strategy = Strategy(**record["plan"]["chosen"]["strategy"])
+        strategy = Strategy.recorded(record["plan"]["chosen"]["strategy"])
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(
             f"plan_from {path} holds no plan ({error}); give the run.json of a run"

@@ -46,6 +46,7 @@ def prepare(
     vocab_size: int,
     num_devices: int,
     rows_per_microbatch: int,
+    most_microbatches: int | None = None,
     documents_per_row: int = 1,
     seed_and_step: tuple[int, int] | None = None,
     token_arrays: Mapping[str, str] | None = None,
@@ -54,19 +55,22 @@ def prepare(
 
     Rows are dealt in order: microbatch m of device g holds consecutive rows. When the number of
     rows is not a multiple of `num_devices * rows_per_microbatch`, padding rows without supervised
-    tokens fill up; they change neither the loss nor the gradients. `documents_per_row` is the least
-    number of documents for which offsets have room; the largest of a run keeps their shape, and so
-    the compiled programs, the same from step to step. With `seed_and_step` the rows carry
-    `row_seeds` (see `models.streamed.Batch`). `token_arrays` names further arrays [R, T] by dtype
-    that are handed on as they are.
+    tokens fill up; they change neither the loss nor the gradients. More microbatches than
+    `most_microbatches` are refused, since a step keeps activations of all of them.
+    `documents_per_row` is the least number of documents for which offsets have room; the largest of
+    a run keeps their shape, and so the compiled programs, the same from step to step. With
+    `seed_and_step` the rows carry `row_seeds` (see `models.streamed.Batch`). `token_arrays` names
+    further arrays [R, T] by dtype that are handed on as they are.
 
     Raises:
       UserError: missing or unknown arrays, shapes that disagree, ids that are no integers or beyond
-        the vocabulary, no supervision.
+        the vocabulary, no supervision, too many rows.
     """
     token_arrays = token_arrays or {}
     batch = _as_arrays(batch, token_arrays)
     input_ids, labels = _checked(batch, vocab_size, token_arrays)
+    if most_microbatches is not None:
+        _check_rows(len(input_ids), num_devices, rows_per_microbatch, most_microbatches)
     segment_ids = batch.get("segment_ids")
     targets = shift_labels(labels, segment_ids)
     num_supervised = int((targets != IGNORED).sum())
@@ -198,6 +202,17 @@ def _checked(
                 f"{vocab_size} ids; the tokenizer does not belong to this model"
             )
     return input_ids, labels
+
+
+def _check_rows(rows: int, num_devices: int, rows_per_microbatch: int, most: int) -> None:
+    at_once = num_devices * rows_per_microbatch
+    if rows > most * at_once:
+        raise UserError(
+            f"the batch of {rows} rows makes {-(-rows // at_once)} microbatches of "
+            f"{rows_per_microbatch} rows on {num_devices} devices, but the strategy was planned "
+            f"for {most}: plan with rows_per_step={rows}, which counts the memory that they take, "
+            f"or train on at most {most * at_once} rows per step"
+        )
 
 
 def _positions(input_ids: np.ndarray, segment_ids: np.ndarray | None) -> np.ndarray:

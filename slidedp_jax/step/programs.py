@@ -55,6 +55,7 @@ class ComputePrograms:
       model: the decoder.
       on_devices: compiles for the compute devices, in the dtype of weights and activations.
       wire: programs that unpack weights and pack gradients.
+      loss_chunk_tokens: tokens whose logits exist at once, where the model leaves that open.
       embed_trained: which leaves of the embedding are trained; None: all.
       head_trained: which leaves of the head are trained; None: all.
     """
@@ -65,12 +66,14 @@ class ComputePrograms:
         on_devices: DeviceMap,
         wire: WirePrograms,
         *,
+        loss_chunk_tokens: int,
         embed_trained: Trained | None = None,
         head_trained: Trained | None = None,
     ):
         self._embed_trained = embed_trained
         self._head_trained = head_trained
         self._model = model
+        self._head_loss = model.head_loss(loss_chunk_tokens)
         self._on_devices = on_devices
         self.wire = wire
         self.compute_dtype = on_devices.compute_dtype
@@ -218,7 +221,7 @@ class ComputePrograms:
                 (embed,), (frozen_embed,) = choose((embed,), self._embed_trained)
 
             def loss(head: Any, embed: Any, x: jax.Array) -> jax.Array:
-                return self._model.head_loss_fn(
+                return self._head_loss(
                     merge(head, frozen_head), merge(embed, frozen_embed), x, batch
                 )
 
@@ -249,7 +252,7 @@ class ComputePrograms:
         return any(used[: len(jax.tree.leaves(embed))])
 
     def _loss(self, head: Any, embed: Any, x: jax.Array, batch: Any) -> jax.Array:
-        return self._model.head_loss_fn(head, embed, x, batch)[None]
+        return self._head_loss(head, embed, x, batch)[None]
 
     def _logits_at(self, head: Any, embed: Any, x: jax.Array, index: jax.Array) -> jax.Array:
         """Logits [B, V] of one token of each row, `index` int32 [B]."""

@@ -26,7 +26,6 @@ def strategy(devices: int, rows: int, *, microbatches: int = 1, layers: int = 1)
         compute_dtype="float32",
         num_host_devices=2 * devices,
         block_size=256,
-        weight_slots=16,
     )
 
 

@@ -1,5 +1,8 @@
 """What is measured of an adapted model, and plans that are made of it."""
 
+import math
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -9,7 +12,7 @@ from plain_steps import token_batches
 from toy_nnx import PARTS, VOCAB, WIDTH, Hybrid
 
 import slidedp_jax
-from slidedp_jax import Trainer
+from slidedp_jax import Trainer, UserError
 from slidedp_jax.adapter.matmul_flops import matmul_flops
 from slidedp_jax.adapter.workload import measured_workload
 from slidedp_jax.models import decoder
@@ -64,7 +67,7 @@ def test_a_decoder_is_measured_as_it_is_described():
     """Our own decoder, whose products are known from its description."""
     config = named_config("tiny")
     described = Workload.from_config(config)
-    model = decoder.build(config, loss_chunk_tokens=8)
+    model = decoder.build(config)
     with jax.numpy_rank_promotion("allow"):
         measured = measured_workload(model, tokens_per_row=TOKENS, compute_dtype="float32")
     assert measured.num_parameters == described.num_parameters
@@ -75,10 +78,11 @@ def test_a_decoder_is_measured_as_it_is_described():
         assert mine.matmul_parameters == theirs.matmul_parameters
         assert mine.group_parameters == theirs.group_parameters
     assert measured.head.matmul_parameters == described.head.matmul_parameters
+    assert measured.own_loss_tokens is None  # a strategy decides
 
 
-def attention_model(num_heads: int, dim: int, vocab_size: int, chunked: bool):
-    """A plain tree with one layer of dense attention."""
+def attention_model(num_heads: int, dim: int, vocab_size: int, chunk_tokens, own_loss=None):
+    """A plain tree with one layer of dense attention; its loss in chunks, or from all logits."""
     tree = {
         "table": jax.ShapeDtypeStruct((vocab_size, dim), jnp.float32),
         "layers": [{"qkv": jax.ShapeDtypeStruct((dim, 3 * dim), jnp.float32)}],
@@ -93,8 +97,8 @@ def attention_model(num_heads: int, dim: int, vocab_size: int, chunked: bool):
 
     def head_loss(p, x, batch):
         flat, targets = x.reshape(-1, dim), batch["targets"].reshape(-1)
-        if chunked:
-            return cross_entropy_sum(flat, p["out"], targets, chunk_tokens=8)
+        if chunk_tokens is not None:
+            return cross_entropy_sum(flat, p["out"], targets, chunk_tokens=chunk_tokens)
         logits = flat @ p["out"].T
         picked = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None] % vocab_size, 1)
         return -jnp.sum(picked[:, 0] * (targets >= 0))
@@ -104,14 +108,14 @@ def attention_model(num_heads: int, dim: int, vocab_size: int, chunked: bool):
         layers="layers",
         embed=lambda p, batch: p["table"][batch["input_ids"]],
         layer=layer,
-        head_loss=head_loss,
+        head_loss=own_loss or head_loss,
         vocab_size=vocab_size,
     ).model
 
 
 def test_attention_is_told_from_products_with_weights():
     heads, dim = 4, 16
-    model = attention_model(heads, dim, 31, chunked=False)
+    model = attention_model(heads, dim, 31, None)
     measured = measured_workload(model, tokens_per_row=TOKENS, compute_dtype="float32")
     layer = measured.layers[0]
     assert layer.matmul_parameters == 3 * dim * dim
@@ -125,12 +129,43 @@ def test_attention_is_told_from_products_with_weights():
     assert kept[1] - kept[0] >= 0.8 * 3 * TOKENS * heads
 
 
-@pytest.mark.parametrize("chunked", [False, True])
-def test_a_loss_that_holds_all_logits_is_noticed(chunked):
-    model = attention_model(2, 8, 512, chunked)
+@pytest.mark.parametrize(
+    ("chunk_tokens", "held"), [(None, math.inf), (8, 8), (3 * 8 * TOKENS, 3 * 8 * TOKENS)]
+)
+def test_what_a_loss_holds_of_the_logits_is_noticed(chunk_tokens, held):
+    """All of them, less than a row has, or more."""
+    model = attention_model(2, 8, 512, chunk_tokens)
     measured = measured_workload(model, tokens_per_row=8 * TOKENS, compute_dtype="float32")
-    assert measured.whole_logits == (not chunked)
+    assert measured.own_loss_tokens == held
     assert measured.head.matmul_parameters == 512 * 8
+
+
+def test_logits_that_are_kept_for_the_gradient_are_held():
+    """However small the products are that they come from."""
+
+    def head_loss(p, x, batch):
+        def add(total, chunk):
+            hidden, targets = chunk
+            logits = jax.nn.log_softmax(hidden @ p["out"].T)
+            picked = jnp.take_along_axis(logits, targets[:, None] % 512, 1)[:, 0]
+            return total - jnp.sum(picked * (targets >= 0)), None
+
+        chunks = x.reshape(-1, 8, 8), batch["targets"].reshape(-1, 8)
+        return jax.lax.scan(add, jnp.zeros(()), chunks)[0]
+
+    model = attention_model(2, 8, 512, None, head_loss)
+    measured = measured_workload(model, tokens_per_row=8 * TOKENS, compute_dtype="float32")
+    assert measured.own_loss_tokens == math.inf
+
+
+def test_plans_say_what_the_models_own_loss_does_and_take_no_other_wish():
+    model = attention_model(2, 8, 512, 8)
+    workload = measured_workload(model, tokens_per_row=TOKENS, compute_dtype="float32")
+    plan_of = partial(plan_for, workload, rows_per_step=8, tokens_per_row=TOKENS)
+    found = plan_of()
+    assert {one.strategy.loss_chunk_tokens for one in (found.chosen, *found.runners_up)} == {8}
+    with pytest.raises(UserError, match=r"loss_chunk_tokens is 4, but .*adapted model itself"):
+        plan_of(choices=Choices(loss_chunk_tokens=4))
 
 
 def test_layers_of_two_kinds_are_measured_apart_and_planned():

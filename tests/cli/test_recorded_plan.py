@@ -130,3 +130,19 @@ def test_a_plan_for_other_devices_is_refused(inputs, tmp_path, capsys):
     (tmp_path / "other.json").write_text(json.dumps(record))
     assert main(inputs.command(tmp_path / "new", plan_from=tmp_path / "other.json")) == 1
     assert "device_kind was 'NVIDIA H200', now 'cpu'" in capsys.readouterr().err
+
+
+def test_a_plan_of_an_earlier_version_is_taken(inputs, tmp_path, capsys):
+    out, again = tmp_path / "run", tmp_path / "again"
+    inputs.train(out, max_steps=1)
+    record = json.loads((out / "run.json").read_text())
+    strategy = record["plan"]["chosen"]["strategy"]
+    strategy["weight_slots"] = 16  # a field once
+    (tmp_path / "older.json").write_text(json.dumps(record))
+    inputs.train(again, max_steps=1, plan_from=tmp_path / "older.json")
+    assert chosen(again) == chosen(out)
+    strategy["waves"] = 2
+    (tmp_path / "newer.json").write_text(json.dumps(record))
+    assert main(inputs.command(tmp_path / "new", plan_from=tmp_path / "newer.json")) == 1
+    refused = "newer.json holds no plan (the recorded strategy has ['waves'], which"
+    assert refused in capsys.readouterr().err

@@ -142,7 +142,6 @@ def test_state_restored_into_other_chunks_is_bitwise(inputs, straight, tmp_path)
             compute_dtype="float32",
             num_host_devices=num_devices,
             block_size=512,
-            weight_slots=16,
         )
         with Trainer(
             build(read_config(inputs.model)),

@@ -1,10 +1,20 @@
 """Plain versions of what `models` computes in pieces, and parameters to run whole models with."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from slidedp_jax.models.config import ModelConfig
+from slidedp_jax.models.decoder import build
 from slidedp_jax.models.streamed import Batch, Stage, StreamedModel
+
+
+def built(config: ModelConfig, *, loss_chunk_tokens: int) -> StreamedModel:
+    """A decoder whose loss holds the logits of so many tokens at once."""
+    model = build(config)
+    return dataclasses.replace(model, head_loss_fn=model.head_loss(loss_chunk_tokens))
 
 
 def quick_jit(function):

@@ -76,7 +76,7 @@ def packed_batch(documents, width):
     ids=["full", "window", "dynamic-rope"],
 )
 def test_packed_rows_equal_unpacked_rows(changes):
-    model = build(variant(**changes), loss_chunk_tokens=16)
+    model = plain_model.built(variant(**changes), loss_chunk_tokens=16)
     trees = plain_model.model_arrays(model, plain_model.random_values(model))
     documents = [random_ids(length, seed=length) for length in (13, 1, 19, 7)]
     run = compiled_loss(model)
@@ -88,7 +88,7 @@ def test_packed_rows_equal_unpacked_rows(changes):
 
 
 def test_padding_side_and_amount_change_nothing():
-    model = build(variant(), loss_chunk_tokens=32)
+    model = plain_model.built(variant(), loss_chunk_tokens=32)
     trees = plain_model.model_arrays(model, plain_model.random_values(model))
     document = random_ids(21)
     run = compiled_loss(model)
@@ -117,7 +117,7 @@ def test_layers_of_one_kind_share_one_function():
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_runs_per_device_inside_shard_map(check_vma):
-    model = build(variant(), loss_chunk_tokens=16)
+    model = plain_model.built(variant(), loss_chunk_tokens=16)
     trees = plain_model.model_arrays(model, plain_model.random_values(model))
     batch = plain_model.rows_batch(random_ids(4, 20))
     mesh = jax.make_mesh((4,), ("data",), (AxisType.Auto,), devices=jax.devices()[:4])
@@ -144,7 +144,7 @@ def test_runs_per_device_inside_shard_map(check_vma):
 
 
 def test_bfloat16_parameters_mean_bfloat16_compute():
-    model = build(variant(num_hidden_layers=1), loss_chunk_tokens=16)
+    model = plain_model.built(variant(num_hidden_layers=1), loss_chunk_tokens=16)
     values = plain_model.random_values(model)
     batch = plain_model.rows_batch(random_ids(2, 40))
     narrow = plain_model.model_arrays(model, values, jnp.bfloat16)

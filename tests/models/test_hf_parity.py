@@ -8,7 +8,6 @@ import plain_model
 import pytest
 from safetensors.numpy import load_file
 
-from slidedp_jax.models.decoder import build
 from slidedp_jax.models.hf_config import parse_config, read_config
 from slidedp_jax.models.hf_export import export
 from slidedp_jax.models.hf_load import load_parameters
@@ -120,7 +119,7 @@ def torch_logits_and_gradients(model, ids):
 
 def our_logits_and_gradients(folder, ids):
     config = read_config(folder)
-    model = build(config, loss_chunk_tokens=32)
+    model = plain_model.built(config, loss_chunk_tokens=32)
     values = {}
     load_parameters(
         folder, config.parameter_shapes(), lambda name, value: values.update({name: value})

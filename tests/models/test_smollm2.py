@@ -11,7 +11,6 @@ import numpy as np
 import plain_model
 import pytest
 
-from slidedp_jax.models.decoder import build
 from slidedp_jax.models.hf_config import read_config
 from slidedp_jax.models.hf_load import load_parameters
 
@@ -53,7 +52,7 @@ def reference(folder):
 def ours(folder, reference):
     """The model, its parameters and the residual stream after the last layer."""
     config = read_config(folder)
-    model = build(config, loss_chunk_tokens=100)
+    model = plain_model.built(config, loss_chunk_tokens=100)
     values = {}
     load_parameters(
         folder, config.parameter_shapes(), lambda name, value: values.update({name: value})

@@ -128,7 +128,7 @@ def test_state_on_the_gpu(result):
     """Memory is never more than planned, and not far below."""
     workload = Workload.from_config(named_config(result["model"]))
     batch = BatchShape(num_rows=result["tokens"] // SEQ_LENGTH, seq_length=SEQ_LENGTH)
-    strategy, hardware = Strategy(**result["strategy"]), named_hardware("h200")
+    strategy, hardware = Strategy.recorded(result["strategy"]), named_hardware("h200")
     predicted = step_time(workload, batch, strategy, hardware)
     assert predicted.step_s == pytest.approx(statistics.median(result["full_s"]), rel=ON_GPU)
     memory = memory_use(workload, batch, strategy, hardware)
@@ -193,7 +193,7 @@ ON_TWO_GPUS = [
 def test_full_steps_of_two_gpus(entry):
     workload = Workload.from_config(named_config(entry["model"]))
     rows = 2 * entry["tokens_per_device"] // SEQ_LENGTH
-    strategy = Strategy(**entry["strategy"])
+    strategy = Strategy.recorded(entry["strategy"])
     at_once = strategy.rows_per_microbatch  # the benchmark cuts a step by that alone
     strategy = replace(strategy, num_microbatches=rows // 2 // at_once)
     hardware = named_hardware("h200", num_devices=2)

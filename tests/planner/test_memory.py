@@ -1,5 +1,6 @@
 """Byte counts worked out by hand for a model small enough to count on paper."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -329,7 +330,8 @@ def test_halving_the_loss_chunk_halves_the_logits():
 
 
 def test_a_loss_that_holds_all_logits_needs_them_for_a_whole_microbatch():
-    workload = replace(Workload.from_config(named_config("qwen3-0.6b")), whole_logits=True)
+    described = Workload.from_config(named_config("qwen3-0.6b"))
+    workload = replace(described, own_loss_tokens=math.inf)
     strategy = Strategy(
         layers_per_chunk=1, rows_per_microbatch=2, num_microbatches=3, loss_chunk_tokens=256
     )
@@ -337,6 +339,9 @@ def test_a_loss_that_holds_all_logits_needs_them_for_a_whole_microbatch():
     use = memory_use(workload, batch, strategy, named_hardware("h200"))
     assert use.device_phase == "loss"
     assert use.device["logits"] == 2 * 4096 * 151936 * 4 * 3
+    own = replace(described, own_loss_tokens=512)
+    use = memory_use(own, batch, strategy, named_hardware("h200"))
+    assert use.device["logits"] == 512 * 151936 * 4 * 3
 
 
 def _config(num_layers: int, hidden: int, *, tied: bool) -> ModelConfig:

@@ -66,7 +66,6 @@ def test_equals_a_search_through_everything():
             weight_route=weights,
             gradient_route=gradients,
             prefetch_depth=depth,
-            weight_slots=depth + 2,
             loss_chunk_tokens=loss_chunk,
             update_policy="eager",
             num_host_devices=pieces,
@@ -200,6 +199,14 @@ def test_choices_are_kept():
     for name in Choices.__dataclass_fields__:
         assert getattr(found, name) == getattr(choices, name)
     assert found.num_microbatches == 4
+
+
+def test_a_decided_strategy_must_have_room_for_the_rows():
+    hardware = named_hardware("h200", num_devices=2)
+    decided = plan(QWEN3_06B, BATCH, hardware).strategy
+    more = replace(BATCH, num_rows=2 * BATCH.num_rows)
+    with pytest.raises(PlanError, match=r"takes \d+ rows per step.*on 2 devices.*planned anew"):
+        plan(QWEN3_06B, more, hardware, strategy=decided)
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-tied", "smollm2-135m", "qwen3-0.6b", "qwen3-4b"])

@@ -187,7 +187,7 @@ def test_a_deeper_prefetch_evens_out_unequal_chunks():
     small, large = _stage(1, 5 // 2), _stage(9, 5 // 2)
     workload = replace(_workload(2, 0, 1, 4), layers=(small, large) * 4)
     shallow = step_time(workload, BATCH, _strategy(), _hardware())
-    deep = step_time(workload, BATCH, _strategy(prefetch_depth=2, weight_slots=4), _hardware())
+    deep = step_time(workload, BATCH, _strategy(prefetch_depth=2), _hardware())
     assert deep.step_s < shallow.step_s
 
 
@@ -248,7 +248,6 @@ def test_bounds_hold(
         gradient_route=gradient_route,
         update_policy=update_policy,
         prefetch_depth=depth,
-        weight_slots=depth + 2,
         num_host_devices=num_devices,
     )
     batch = BatchShape(num_rows=rows * microbatches * num_devices, seq_length=1024)

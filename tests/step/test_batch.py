@@ -8,11 +8,12 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain_training import initial_parameters
+from plain_training import initial_parameters, random_batch
 from streamed_training import small_config, strategy, train, trainer
 
 from slidedp_jax import UserError
 from slidedp_jax.step.batch import document_offsets, prepare, shift_labels
+from slidedp_jax.step.pipeline import Pipeline
 
 VOCAB = 97
 
@@ -223,6 +224,27 @@ def test_a_refused_batch_leaves_the_trainer_usable():
         assert it.step_count == 1
 
 
+def test_more_rows_than_were_planned_for_are_refused_and_fewer_are_not():
+    """A step keeps what every microbatch passes on; the plan counted those that it knew of."""
+    config = small_config(layers=1)
+    plan = strategy(rows_per_microbatch=2, num_microbatches=3, num_host_devices=2)
+    with trainer(config, optax.sgd(1e-2), plan, num_devices=2) as it:
+
+        def step(rows):
+            return it.step(random_batch(config, rows, 8, packed=False)).grad_norm
+
+        with pytest.raises(UserError) as refused:
+            step(13)
+        for part in (
+            "the batch of 13 rows makes 4 microbatches of 2 rows on 2 devices",
+            "planned for 3: plan with rows_per_step=13",
+            "at most 12 rows per step",
+        ):
+            assert part in str(refused.value)
+        assert all(np.isfinite(step(rows)) for rows in (12, 5, 1))
+        assert it.step_count == 3
+
+
 LENGTHS = (0, 0, 1, 3, 8, 11, 14, 15)
 """Supervised tokens of eight rows of 16: sorted, so devices' and microbatches' loads are uneven.
 
@@ -240,7 +262,10 @@ def uneven_run(num_devices, rows_per_microbatch):
         labels = np.where((index > 0) & (index <= np.array(LENGTHS)[:, None]), ids, -100)
         rows.append({"input_ids": ids, "labels": labels})
     plan = strategy(
-        rows_per_microbatch=rows_per_microbatch, num_host_devices=6 if num_devices == 3 else 8
+        rows_per_step=8,
+        num_devices=num_devices,
+        rows_per_microbatch=rows_per_microbatch,
+        num_host_devices=6 if num_devices == 3 else 8,
     )
     return train(
         config,
@@ -327,3 +352,23 @@ def test_plain_lists_are_as_good_as_arrays():
     )
     for name, values in one.microbatches[0].items():
         np.testing.assert_array_equal(values, other.microbatches[0][name])
+
+
+def test_more_rows_than_a_step_has_are_evaluated_as_many_at_a_time(monkeypatch):
+    passes = []
+    losses = Pipeline.losses
+    monkeypatch.setattr(
+        Pipeline,
+        "losses",
+        lambda self, weights, some: passes.append(len(some)) or losses(self, weights, some),
+    )
+    config = small_config(layers=1)
+    batch = random_batch(config, 13, 8, packed=True)
+    figures = []
+    for num_microbatches in (3, 7):
+        plan = strategy(rows_per_microbatch=1, num_microbatches=num_microbatches)
+        parameters = initial_parameters(config)
+        with trainer(config, optax.sgd(1e-2), plan, parameters=parameters, num_devices=2) as it:
+            figures.append(it.evaluate(batch))
+    assert passes == [3, 3, 1, 7]
+    assert figures[0] == figures[1]

@@ -18,11 +18,11 @@ from slidedp_jax.step.kept_programs import EVERYTHING, KeptPrograms
 from slidedp_jax.step.layer_functions import ChunkKind
 
 OPTIMIZER = optax.adamw(1e-3, eps=1e-5, weight_decay=0.1)
-LAYERS = 4
+LAYERS, ROWS = 4, 8
 
 
 def batches(config):
-    return [random_batch(config, 8, 12, packed=True, seed=i) for i in range(3)]
+    return [random_batch(config, ROWS, 12, packed=True, seed=i) for i in range(3)]
 
 
 @functools.cache
@@ -31,7 +31,7 @@ def run(*, tied=False, num_devices=1, frozen=(), policy="deferred", **changes):
     return train(
         config,
         OPTIMIZER,
-        strategy(update_policy=policy, **changes),
+        strategy(rows_per_step=ROWS, num_devices=num_devices, update_policy=policy, **changes),
         batches(config),
         parameters=initial_parameters(config),
         num_devices=num_devices,
@@ -65,7 +65,8 @@ def test_kept_chunks_are_uploaded_once_per_step():
     config = small_config(layers=LAYERS)
     fetched = {}
     for kept_chunks in (0, 2):
-        with trainer(config, OPTIMIZER, strategy(kept_chunks=kept_chunks), num_devices=1) as it:
+        plan = strategy(rows_per_step=ROWS, kept_chunks=kept_chunks)
+        with trainer(config, OPTIMIZER, plan, num_devices=1) as it:
             it.step(batches(config)[0])
             fetched[kept_chunks] = it.weights.bytes_fetched
             layer = 2 * it.store.layouts[1].padded_size * 2  # both halves

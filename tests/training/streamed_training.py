@@ -29,8 +29,11 @@ def small_config(*, tied: bool = False, layers: int = 4) -> ModelConfig:
     )
 
 
-def strategy(**changes) -> Strategy:
-    """fp32 compute, one layer per chunk and eight host devices, unless changed."""
+def strategy(*, rows_per_step: int | None = None, num_devices: int = 1, **changes) -> Strategy:
+    """fp32 compute, one layer per chunk and eight host devices, unless changed.
+
+    With `rows_per_step`, as many microbatches as those rows need on `num_devices`.
+    """
     fields = {
         "layers_per_chunk": 1,
         "rows_per_microbatch": 4,
@@ -38,9 +41,13 @@ def strategy(**changes) -> Strategy:
         "compute_dtype": "float32",
         "num_host_devices": 8,
         "block_size": BLOCK_SIZE,
-        "weight_slots": 16,
+        "loss_chunk_tokens": 100,
     }
-    return Strategy(**(fields | changes))
+    fields |= changes
+    if rows_per_step is not None:
+        at_once = num_devices * fields["rows_per_microbatch"]
+        fields["num_microbatches"] = -(-rows_per_step // at_once)
+    return Strategy(**fields)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +63,7 @@ class Run:
 @contextlib.contextmanager
 def trainer(config, optimizer: optax.GradientTransformation, plan: Strategy, **options):
     """A trainer of `config` that is closed at the end; the kernel form is not measured."""
-    model = decoder.build(config, loss_chunk_tokens=100)
+    model = decoder.build(config)
     options = {"kernel_form": "whole"} | options
     with Trainer(model, optimizer, strategy=plan, **options) as it:
         yield it

@@ -286,7 +286,9 @@ def test_bfloat16_gradients_add_up_in_float32_and_are_rounded_once(devices, micr
 
     def gradients(num_devices, num_microbatches):
         rows = num_devices * num_microbatches
-        plan = strategy(rows_per_microbatch=1, compute_dtype="bfloat16")
+        plan = strategy(
+            rows_per_microbatch=1, num_microbatches=num_microbatches, compute_dtype="bfloat16"
+        )
         batch = {name: np.repeat(values, rows, axis=0) for name, values in row.items()}
         return train(
             config,

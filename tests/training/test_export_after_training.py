@@ -57,13 +57,14 @@ def train_and_export(folder, out, num_devices: int) -> dict[str, np.ndarray]:
         layers_per_chunk=2,
         rows_per_microbatch=1,
         num_microbatches=8 // num_devices,
+        loss_chunk_tokens=64,
         compute_dtype="float32",
         num_host_devices=8,
         block_size=256,
     )
     token_ids = np.random.default_rng(1).integers(0, USED, (8, 16)).astype(np.int32)
     with slidedp_jax.Trainer(
-        build(config, loss_chunk_tokens=64),
+        build(config),
         optax.adamw(1e-2, weight_decay=0.0),
         strategy=strategy,
         parameters=lambda write: load_parameters(folder, shapes, write),

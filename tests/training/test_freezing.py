@@ -34,8 +34,11 @@ PATTERNS = {
 }
 
 
+ROWS = 8
+
+
 def batches(config):
-    return [random_batch(config, 8, 12, packed=True, seed=i) for i in range(3)]
+    return [random_batch(config, ROWS, 12, packed=True, seed=i) for i in range(3)]
 
 
 def zero_where(frozen):
@@ -105,9 +108,8 @@ def test_the_rest_trains_as_in_plain_optax(case):
 def spans_of(patterns, tied=False):
     tracer = RecordingTracer()
     config = small_config(tied=tied)
-    with trainer(
-        config, OPTIMIZER, strategy(), frozen=patterns, num_devices=1, tracer=tracer
-    ) as it:
+    plan = strategy(rows_per_step=ROWS)
+    with trainer(config, OPTIMIZER, plan, frozen=patterns, num_devices=1, tracer=tracer) as it:
         for batch in batches(config):
             it.step(batch)
         it.wait()
@@ -163,7 +165,7 @@ def test_the_optimizer_can_freeze_too():
         train(
             config,
             optimizer,
-            strategy(),
+            strategy(rows_per_step=ROWS),
             batches(config),
             parameters=initial_parameters(config),
             frozen=names,

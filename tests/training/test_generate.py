@@ -246,7 +246,7 @@ def test_training_goes_on_bitwise_the_same_and_samples_are_of_the_last_step(poli
         with trainer(
             config,
             optax.adamw(3e-2),
-            strategy(update_policy=policy),
+            strategy(update_policy=policy, rows_per_step=8),
             parameters=random_parameters(config),
             max_grad_norm=1.0 if policy == "deferred" else None,
             num_devices=1,

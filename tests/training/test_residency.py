@@ -107,7 +107,8 @@ def test_the_peak_is_the_window_of_the_prefetch_depth(depth):
     peak, sizes = peak_bytes(12, tied=False, route="replicate", depth=depth)
     layer = 4 * NUM_DEVICES * sizes[1]
     assert layer == 4 * NUM_DEVICES * max(sizes)
-    assert (depth + 3) * layer < peak < (depth + 4) * layer
+    slots = strategy(prefetch_depth=depth).weight_slots
+    assert (slots + 1) * layer < peak < (slots + 2) * layer
 
 
 def test_each_further_prefetch_holds_one_more_upload():
@@ -117,6 +118,25 @@ def test_each_further_prefetch_holds_one_more_upload():
     )
     layer = 4 * NUM_DEVICES * sizes[0][1]
     np.testing.assert_allclose(np.diff(peaks), layer, rtol=0.01)
+
+
+def test_evaluating_more_rows_takes_no_more_of_a_device():
+    """All that is there at once is what the strategy was planned for."""
+    config = small_config(layers=2)
+    peaks = []
+    for rows in (4, 40):
+        gc.collect()
+        batch = random_batch(config, rows, 64, packed=False)
+        before = bytes_on_compute_devices()
+        weigher = Weigher()
+        plan = strategy(rows_per_microbatch=1, num_microbatches=2, num_host_devices=2)
+        with trainer(config, optax.sgd(1e-3), plan, num_devices=NUM_DEVICES, tracer=weigher) as it:
+            it.evaluate(batch)
+            weigher.samples.clear()
+            it.evaluate(batch)
+            peaks.append(max(weigher.samples) - before)
+    boundary = 2 * 64 * config.hidden_size * 4  # of one row on each device
+    assert peaks[1] - peaks[0] < boundary
 
 
 def test_nothing_grows_over_a_hundred_steps():
@@ -145,7 +165,7 @@ def test_nothing_grows_over_a_hundred_steps():
 def test_a_trainer_leaves_nothing_behind():
     config = small_config(layers=2)
     batch = random_batch(config, 4, 8, packed=True)
-    plan = strategy(rows_per_microbatch=1, num_host_devices=2)
+    plan = strategy(rows_per_microbatch=1, num_microbatches=2, num_host_devices=2)
     with (
         shared_programs.unshared(),
         trainer(config, optax.adamw(1e-3), plan, num_devices=NUM_DEVICES) as it,

@@ -17,10 +17,11 @@ from slidedp_jax.state.device_state import DevicePartState
 OPTIMIZER = optax.adamw(1e-3, eps=1e-5, weight_decay=0.1)
 LAYERS = 4
 CHUNKS = LAYERS + 2
+ROWS = 12
 
 
 def batches(config):
-    return [random_batch(config, 12, 12, packed=True, seed=i) for i in range(3)]
+    return [random_batch(config, ROWS, 12, packed=True, seed=i) for i in range(3)]
 
 
 @functools.cache
@@ -29,7 +30,13 @@ def run(*, tied=False, num_devices=1, policy="deferred", ema_decay=None, frozen=
     return train(
         config,
         OPTIMIZER,
-        strategy(update_policy=policy, num_host_devices=6, **changes),
+        strategy(
+            rows_per_step=ROWS,
+            num_devices=num_devices,
+            update_policy=policy,
+            num_host_devices=6,
+            **changes,
+        ),
         batches(config),
         parameters=initial_parameters(config),
         num_devices=num_devices,
@@ -62,7 +69,7 @@ def test_nothing_of_a_resident_chunk_is_copied():
     config = small_config(layers=LAYERS)
     fetched, pinned, bytes_on_host = [], [], []
     for resident_chunks in (0, 2):
-        plan = strategy(resident_chunks=resident_chunks)
+        plan = strategy(rows_per_step=ROWS, resident_chunks=resident_chunks)
         with trainer(config, OPTIMIZER, plan, num_devices=1) as it:
             send, sent = it.send, []
             it.send = lambda chunk, wires, send=send, sent=sent: (
@@ -83,7 +90,13 @@ def test_nothing_of_a_resident_chunk_is_copied():
 
 def test_each_device_holds_its_share_of_resident_state():
     config = small_config(layers=LAYERS)
-    plan = strategy(resident_chunks=2, rows_per_microbatch=1, num_host_devices=6)
+    plan = strategy(
+        rows_per_step=ROWS,
+        num_devices=3,
+        resident_chunks=2,
+        rows_per_microbatch=1,
+        num_host_devices=6,
+    )
     with trainer(config, OPTIMIZER, plan, num_devices=3) as it:
         it.step(batches(config)[0])
         it.wait()
@@ -140,7 +153,7 @@ def test_a_checkpoint_goes_on_with_other_chunks_on_the_devices(before, after, tm
 
 def test_restoring_sends_each_resident_array_once(tmp_path, monkeypatch):
     config = small_config(layers=LAYERS)
-    plan = strategy(resident_chunks=CHUNKS, layers_per_chunk=1)
+    plan = strategy(rows_per_step=ROWS, resident_chunks=CHUNKS, layers_per_chunk=1)
     with trainer(config, OPTIMIZER, plan, num_devices=1) as it:
         it.step(batches(config)[0])
         path = it.save(tmp_path)
@@ -163,9 +176,8 @@ def test_restoring_sends_each_resident_array_once(tmp_path, monkeypatch):
 
 def test_a_bad_step_leaves_resident_state_as_it_was():
     config = small_config(layers=LAYERS)
-    with trainer(
-        config, OPTIMIZER, strategy(resident_chunks=3), num_devices=1, max_loss=1e-3
-    ) as it:
+    plan = strategy(rows_per_step=ROWS, resident_chunks=3)
+    with trainer(config, OPTIMIZER, plan, num_devices=1, max_loss=1e-3) as it:
         before = it.parameters()
         with pytest.raises(TrainingStopped, match="loss"):
             _ = it.step(batches(config)[0]).grad_norm

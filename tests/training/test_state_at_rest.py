@@ -166,7 +166,7 @@ def test_the_kernel_form_of_the_checkpoint_is_taken(tmp_path):
     def run(form, steps, path=None):
         options = {} if form is None else {"kernel_form": form}
         with slidedp_jax.Trainer(
-            decoder.build(small_config(), loss_chunk_tokens=100),
+            decoder.build(small_config()),
             optax.adamw(1e-2),
             strategy=strategy(),
             parameters=initial_parameters(small_config()),

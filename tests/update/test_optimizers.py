@@ -18,11 +18,11 @@ from streamed_training import optimizer_state, small_config, strategy, train, tr
 
 RATE, EPS, LIMIT = 1e-3, 1e-5, 0.7
 CONFIG = small_config(layers=2)
-NUM_STEPS = 3
+NUM_STEPS, ROWS = 3, 8
 
 
 def batches():
-    return [random_batch(CONFIG, 8, 12, packed=True, seed=i) for i in range(NUM_STEPS)]
+    return [random_batch(CONFIG, ROWS, 12, packed=True, seed=i) for i in range(NUM_STEPS)]
 
 
 def rates(params):
@@ -97,6 +97,8 @@ def test_steps_are_those_of_plain_optax(case):
     name, policy, devices, layers = case
     limit = LIMIT if policy == "deferred" else None
     plan = strategy(
+        rows_per_step=ROWS,
+        num_devices=devices,
         layers_per_chunk=layers,
         rows_per_microbatch=4,
         update_policy=policy,
@@ -124,7 +126,10 @@ def test_steps_are_those_of_plain_optax(case):
 def test_whole_parameter_state_is_saved_and_restored_into_other_chunks(name, tmp_path):
     def start(layers, host_devices, seed):
         plan = strategy(
-            layers_per_chunk=layers, rows_per_microbatch=4, num_host_devices=host_devices
+            rows_per_step=ROWS,
+            layers_per_chunk=layers,
+            rows_per_microbatch=4,
+            num_host_devices=host_devices,
         )
         return trainer(CONFIG, OPTIMIZERS[name](), plan, seed=seed, num_devices=1)
 
