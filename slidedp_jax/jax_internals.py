@@ -24,10 +24,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 if TYPE_CHECKING:
     import jax
+    import numpy as np
     import orbax.checkpoint as ocp
     from jax.extend.core import Jaxpr, JaxprEqn, Primitive
 
@@ -183,6 +182,8 @@ def raw_view(address: int, size: int, dtype: np.dtype[Any]) -> np.ndarray:
     not read while a program writes. (A view made by `np.asarray(array)` is tracked, and turns the
     array's next donation into a silent copy.)
     """
+    import numpy as np
+
     dtype = np.dtype(dtype)
     raw = (_INTEGERS[dtype.itemsize] * size).from_address(address)
     return np.ctypeslib.as_array(raw).view(dtype)
@@ -353,8 +354,8 @@ def _check_pullbacks() -> None:
         found.append({_index(leaf, (*weights, x)) for leaf in leaves})
         found.append({number for number, leaf in enumerate(leaves) if leaf.shape == (4, 4)})
 
-    weight = jax.ShapeDtypeStruct((4, 4), np.float32)
-    jax.eval_shape(trial, [weight] * 3, jax.ShapeDtypeStruct((2, 4), np.float32))
+    weight = jax.ShapeDtypeStruct((4, 4), "float32")
+    jax.eval_shape(trial, [weight] * 3, jax.ShapeDtypeStruct((2, 4), "float32"))
     held, weights = found
     if not held >= {0, 1, 2, 3} or len(weights) != 3:
         raise _changed("the arrays that jax.vjp was given in the pullback that it returns")
@@ -432,16 +433,24 @@ def bytes_accessed(compiled: jax.stages.Compiled) -> float:
 # Orbax.
 
 
-class Unchanging(np.ndarray):
-    """An array that nobody writes to any more, so that Orbax need not copy it.
+def unchanging(array: np.ndarray) -> np.ndarray:
+    """A view of an array that nobody writes to any more, so that Orbax need not copy it.
 
     Relies on Orbax copying host arrays by `copy.deepcopy` before it writes them. If it copied them
     in another way, a save would take twice the memory and, of large arrays, twice the time.
     """
+    return array.view(_unchanging())
 
-    def __deepcopy__(self, memo: dict[int, Any] | None) -> Unchanging:
-        """Itself."""
-        return self
+
+@functools.cache
+def _unchanging() -> type[np.ndarray]:
+    import numpy as np
+
+    class Unchanging(np.ndarray):
+        def __deepcopy__(self, memo: dict[int, Any] | None) -> Unchanging:
+            return self
+
+    return Unchanging
 
 
 def write_arrays(item: Path, arrays: Any, *, piece_bytes: int, smallest_piece_bytes: int) -> None:
@@ -477,6 +486,7 @@ def read_arrays(item: Path, specs: Any = None) -> Any:
       ValueError, KeyError, OSError, RuntimeError: it is not there, or damaged.
     """
     import jax
+    import numpy as np
     import orbax.checkpoint as ocp
 
     if specs is None:

@@ -46,7 +46,8 @@ def widest_product(program: Any, size: int) -> int:
     widest = 0
     for equation in jaxpr_of(program).eqns:
         if equation.primitive.name == "dot_general":
-            shape = equation.outvars[0].aval.shape
+            result: Any = equation.outvars[0].aval
+            shape = result.shape
             widest = max(widest, math.prod(shape) // size if size in shape else 0)
         inner = (widest_product(part, size) for part in inner_programs(equation))
         widest = max(widest, *inner, 0)

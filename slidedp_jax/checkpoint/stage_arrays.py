@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from slidedp_jax.jax_internals import Unchanging
+from slidedp_jax.jax_internals import unchanging
 from slidedp_jax.models.streamed import Stage
 from slidedp_jax.update.state_gate import StateGate, StateReader, StateWriter
 
@@ -38,7 +38,7 @@ def read_stage(reader: StateReader, stage: Stage, readers: Executor) -> StageArr
         for name in stage.parameter_names()
     }
     return {
-        name: {key: job.result().view(Unchanging) for key, job in arrays.items()}
+        name: {key: unchanging(job.result()) for key, job in arrays.items()}
         for name, arrays in jobs.items()
     }
 

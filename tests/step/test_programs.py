@@ -47,7 +47,7 @@ def text(function, specs, outputs, arguments, donate=()):
 def test_layers_that_give_x_alone_compile_to_nothing_but_themselves():
     """Letter for letter the programs of the layers in turn and of their `jax.vjp`."""
     model = streamed(("plain", "plain"))
-    programs = ComputePrograms(model, on_devices(), None)
+    programs = ComputePrograms(model, on_devices(), None, loss_chunk_tokens=1024)
     trees, x, batch = inputs("plain", "plain")
 
     def layers(trees, x, batch):
@@ -83,7 +83,8 @@ def test_layers_that_give_x_alone_compile_to_nothing_but_themselves():
 )
 def test_what_layers_give_is_read_off_their_trace(kinds, aux, is_decided):
     model = streamed(kinds)
-    gives = ComputePrograms(model, on_devices(), None).gives(model.layer_fns, *inputs(*kinds))
+    programs = ComputePrograms(model, on_devices(), None, loss_chunk_tokens=1024)
+    gives = programs.gives(model.layer_fns, *inputs(*kinds))
     assert (gives.aux, gives.decided) == (aux, is_decided)
 
 
