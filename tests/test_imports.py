@@ -146,3 +146,43 @@ def test_what_is_private_is_used_in_one_file():
     others.remove(one_file)
     assert {path: used for path in others if (used := private_uses(path))} == {}
     assert {"jax._src.xla_bridge", "orbax.checkpoint", *PRIVATE_NAMES} <= {*private_uses(one_file)}
+
+
+def imports_among_files() -> dict[str, set[str]]:
+    """Module -> ours that it imports anywhere."""
+    links = [ROOT / OURS / "models", ROOT / OURS / "planner"]
+    files = [*(ROOT / OURS).rglob("*.py"), *(p for link in links for p in link.glob("*.py"))]
+    modules = {
+        ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
+        for file in files
+    }
+    return {
+        name: {own for own in with_names(file) if own in modules and own != name}
+        for name, file in modules.items()
+    }
+
+
+def with_names(path: pathlib.Path) -> set[str]:
+    """`from package import name` may be a module or a name in one."""
+    found = imported_modules(path)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def cycles(imports: dict[str, set[str]]) -> set[str]:
+    """Modules that no order of importing puts after all that they import."""
+    left = dict(imports)
+    while ready := [name for name, wanted in left.items() if not wanted & left.keys()]:
+        for name in ready:
+            del left[name]
+    return set(left)
+
+
+def test_no_file_imports_itself_by_way_of_others():
+    imports = imports_among_files()
+    del imports[OURS]  # its public names, on first use
+    assert len(imports) > 120
+    assert cycles(imports) == set()
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == {"a", "b", "c"}
