@@ -47,7 +47,14 @@ class DecomposedOptimizer:
     ):
         self._transformation = optax.with_extra_args_support(transformation)
         params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
-        programs, shared = leaf_programs(transformation, params)
+        _check_state(self._transformation, params)
+        programs, shared = _programs(transformation, params)
+        if any(program.draws for program in (shared, *programs.values())):
+            raise UserError(
+                "the optimizer draws random numbers (add_noise, noisy_sgd), and which ones a "
+                "parameter gets depends on all others. Leave the noise out of the optax chain; "
+                "dropout belongs to the model"
+            )
         if shared.reads:
             raise UserError(
                 "the optimizer keeps state that depends on all parameters or gradients (such as "
@@ -62,7 +69,8 @@ class DecomposedOptimizer:
                     f"the optimizer's update of {name} reads other parameters "
                     f"(such as {min(program.reads)}), as a clip by the global norm does. Take the "
                     "clip out of the optax chain and pass max_grad_norm instead; it is exact and "
-                    "overlaps with the updates"
+                    "overlaps with the updates. If there is no clip, it treats all parameters in "
+                    "one `lax.cond`, as novograd does, which cannot be taken apart"
                 )
         texts = list(dict.fromkeys(program.text for program in programs.values()))
         self.groups = {name: texts.index(program.text) for name, program in programs.items()}
@@ -213,3 +221,39 @@ class DecomposedOptimizer:
     def _shared(self, state: Any) -> list[Any]:
         flat = jax.tree_util.tree_flatten_with_path(state)[0]
         return [leaf for path, leaf in flat if owner_of(path, self._params) is None]
+
+
+def _check_state(transformation: optax.GradientTransformation, params: dict[str, Any]) -> None:
+    """Refuse state of which it cannot be told which parameter it belongs to."""
+    state = jax.eval_shape(transformation.init, params)
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+        place = jax.tree_util.keystr(path)
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            raise UserError(
+                f"the optimizer keeps a random key in its state ({place}), as add_noise and "
+                "noisy_sgd do, and which numbers a parameter gets depends on all others. Leave the "
+                "noise out of the optax chain; dropout belongs to the model"
+            )
+        above = [key for key in path if not isinstance(key, jax.tree_util.SequenceKey)]
+        listed = owner_of(above, params)
+        if listed is not None and owner_of(path, params) is None:
+            raise UserError(
+                f"the optimizer keeps a list of arrays for {listed} ({place}), as sm3 does; "
+                "state must be one array per parameter and kind. Use another transformation, such "
+                "as adafactor, which keeps as little"
+            )
+
+
+def _programs(
+    transformation: optax.GradientTransformation, params: dict[str, Any]
+) -> tuple[dict[str, LeafProgram], LeafProgram]:
+    try:
+        return leaf_programs(transformation, params)
+    except TypeError as error:
+        if "required keyword-only argument" not in str(error):
+            raise
+        raise UserError(
+            f"the optimizer wants more than gradients ({error}), as line searches, lbfgs and "
+            "polyak_sgd do; a loss that is computed again is not to be had here. Use a "
+            "transformation of gradients, such as adamw"
+        ) from None

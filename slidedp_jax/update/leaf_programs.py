@@ -18,6 +18,7 @@ import optax
 
 from slidedp_jax.jax_internals import called_program, jaxpr_of
 
+_DRAWING = ("random_bits", "threefry2x32")
 _SHAPES = re.compile(r"\[[\d,]*\]")
 
 
@@ -47,12 +48,14 @@ class LeafProgram:
       reads: names of other parameters whose values, gradients or state it reads.
       reads_value_alone: whether it reads neither a gradient nor any state.
       state_text: canonical text of what makes the parameter's next state, constants left out.
+      draws: whether it draws random numbers.
     """
 
     text: str
     reads: frozenset[str]
     reads_value_alone: bool
     state_text: str
+    draws: bool
 
 
 def owner_of(path: Sequence[Any], names: Container[str]) -> str | None:
@@ -95,6 +98,7 @@ def leaf_programs(
             reads=frozenset(map(str, owners)),
             reads_value_alone=not any(what.startswith(("gradient", "state")) for what in inputs),
             state_text=_canonical(state, name, shape, constants=False)[0],
+            draws=any(node.operation in _DRAWING for node in numbers),
         )
 
     programs = {name: program(name, tuple(leaf.shape)) for name, leaf in params.items()}

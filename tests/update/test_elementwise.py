@@ -270,7 +270,32 @@ REFUSED = {
         lambda rate: optax.MultiSteps(optax.adamw(rate), 2).gradient_transformation(),
         "microbatches",
     ),
+    "novograd": (optax.novograd, "one `lax.cond`, as novograd does"),
+    "sm3": (optax.sm3, r"a list of arrays for .*\['.*'\]\[0\]"),
+    "add_noise": (
+        lambda rate: optax.chain(optax.add_noise(0.1, 0.5, key=0), optax.sgd(rate)),
+        "a random key in its state",
+    ),
+    "noise_of_an_old_key": (lambda rate: noise(), "draws random numbers"),
+    "polyak_sgd": (lambda rate: optax.polyak_sgd(), "wants more than gradients"),
+    "lbfgs": (optax.lbfgs, "wants more than gradients"),
 }
+
+
+def noise():
+    """With a key of two integers, which does not show that it is one."""
+
+    def update(gradients, key, params=None):
+        key, *keys = jax.random.split(key, len(gradients) + 1)
+        keyed = zip(keys, gradients.items(), strict=True)
+        return {name: jax.random.normal(k, leaf.shape) for k, (name, leaf) in keyed}, key
+
+    return optax.GradientTransformation(lambda params: jax.random.PRNGKey(0), update)
+
+
+def test_one_transformation_per_parameter_by_its_name_is_not_taken_for_a_list():
+    each = optax.multi_transform({n: optax.sgd(0.1, 0.9) for n in SHAPES}, {n: n for n in SHAPES})
+    assert Treatments(each, SHAPES).whole_parameters == []
 
 
 @pytest.mark.parametrize("name", REFUSED)
