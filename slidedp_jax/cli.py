@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-_USAGE = """usage: slidedp {train,plan,export,generate} ...
+_USAGE = """usage: slidedp {train,preview,plan,export,generate} ...
 
   train     fine-tune a model folder                (python -m slidedp_jax.train)
+  preview   look at the rows as training sees them  (python -m slidedp_jax.preview)
   plan      predict memory and step time            (python -m planner)
   export    checkpoint -> Hugging Face folder       (python -m slidedp_jax.export)
   generate  complete a prompt with a model folder   (python -m slidedp_jax.generate)"""
@@ -21,6 +22,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from slidedp_jax.train import main as train
 
         return train(rest)
+    if command == "preview":
+        from slidedp_jax.preview import main as preview
+
+        return preview(rest)
     if command == "plan":
         from slidedp_jax.planner.command import main as plan
 

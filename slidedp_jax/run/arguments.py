@@ -229,16 +229,22 @@ _HINTS = typing.get_type_hints(TrainArguments)
 FIELDS = {f.name: f for f in dataclasses.fields(TrainArguments)}
 
 
-def parse_arguments(argv: Sequence[str]) -> TrainArguments:
+def parse_arguments(
+    argv: Sequence[str], defaults: Mapping[str, Any] | None = None
+) -> TrainArguments:
     """Read `--config FILE` and `--name value` pairs.
 
     A list takes all values up to the next flag; a boolean flag without a value means true.
+
+    Args:
+      argv: words of the command line.
+      defaults: values of settings that a command does not need, where they are not given.
 
     Raises:
       UserError: unknown or missing keys, wrong types, an unreadable file.
     """
     given = _command_line(argv)
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = dict(defaults or {})
     config = given.pop("config", None)
     if config is not None:
         values.update(_from_file(pathlib.Path(_one("config", config))))
@@ -285,12 +291,17 @@ def help_text() -> str:
     """All settings by group, with types and defaults."""
     lines = ["usage: python -m slidedp_jax.train [--config FILE.yaml] --name value ...", ""]
     for group in dict.fromkeys(f.metadata["group"] for f in FIELDS.values()):
-        lines.append(f"{group}:")
-        for name, f in FIELDS.items():
-            if f.metadata["group"] == group:
-                lines.append(f"  --{name:<30}{f.metadata['help']}{_default_text(f)}")
-        lines.append("")
+        names = [name for name, f in FIELDS.items() if f.metadata["group"] == group]
+        lines += [f"{group}:", *help_lines(names), ""]
     return "\n".join(lines)
+
+
+def help_lines(names: Sequence[str]) -> list[str]:
+    """A line for each of these settings."""
+    return [
+        f"  --{name:<30}{FIELDS[name].metadata['help']}{_default_text(FIELDS[name])}"
+        for name in names
+    ]
 
 
 def _default_text(f: dataclasses.Field[Any]) -> str:
