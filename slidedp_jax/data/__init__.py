@@ -13,7 +13,7 @@ NumPy only; no JAX, no PyTorch.
 | `rows.py`, `fields.py` | records to checked rows |
 | `conversations.py`, `content_parts.py`, `tool_calls.py` | messages and calls in every form |
 | `tokenizer.py`, `chat_template.py` | the folder's tokenizer and template |
-| `spans.py` | what the assistant said |
+| `spans.py`, `alike_turns.py` | what the assistant said; the same in long conversations |
 | `encode.py`, `tokenize.py`, `examples.py` | rows to token ids and supervision, kept compactly |
 | `unprinted.py` | what rows say and the template does not print |
 | `empty_reasoning.py` | what the template prints and rows do not say: empty reasoning |

@@ -42,18 +42,15 @@ def learnt_empty_reasoning(
     said = [message["content"] for message in row.messages if message["role"] == "assistant"]
     if not learnt or not said:
         return []
-    blocks = [block.span() for block in _EMPTY_BLOCK.finditer(located.text)]
-    blocks = [block for block in blocks if any(_within(block, span) for span in learnt)]
-    if located.said is None:  # whose they are is not known
-        count = max(0, len(blocks) - sum(len(_EMPTY_BLOCK.findall(words)) for words in said))
+    text = located.text
+    if located.said is None:  # which block is whose is not known
+        printed = sum(len(_EMPTY_BLOCK.findall(text, *span)) for span in learnt)
+        count = max(0, printed - sum(len(_EMPTY_BLOCK.findall(words)) for words in said))
     else:
+        words_at = dict(zip(located.said, said, strict=True))
         count = sum(
-            any(_within(block, span) for block in blocks) and not _EMPTY_BLOCK.search(words)
-            for span, words in zip(located.said, said, strict=True)
+            bool(_EMPTY_BLOCK.search(text, *span) and not _EMPTY_BLOCK.search(words_at[span]))
+            for span in learnt
         )
-    text = _LEARNT + (_SWITCH if "enable_thinking" in template_source else "")
-    return [Remark(text=text, count=count, of=len(said))]
-
-
-def _within(inner: Span, outer: Span) -> bool:
-    return outer[0] <= inner[0] and inner[1] <= outer[1]
+    remark = _LEARNT + (_SWITCH if "enable_thinking" in template_source else "")
+    return [Remark(text=remark, count=count, of=len(said))]

@@ -217,14 +217,16 @@ def token_begins(offsets: Sequence[Span]) -> np.ndarray:
 
 
 def begin_inside(begins: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
-    """Tokens, bool [length], that begin inside one of the spans.
+    """Tokens, bool [length], that begin inside one of the spans, which are in order.
 
     A token that begins before a span belongs to what the model is given, one that begins inside and
     ends after it to what the model says.
     """
-    inside = np.zeros(len(begins), bool)
-    for first, last in spans:
-        inside |= (begins >= first) & (begins < last)
+    if not spans:
+        return np.zeros(len(begins), bool)
+    firsts, lasts = np.array(spans, np.int64).T
+    span = np.searchsorted(firsts, begins, side="right") - 1  # the last that begins before or there
+    inside: np.ndarray = (span >= 0) & (begins < lasts[span])
     return inside
 
 
