@@ -142,7 +142,10 @@ def test_flags_of_the_user_are_kept():
 def test_beside_gpus_no_stopwatch_chooses_kernels(given, level):
     """Unless the user wants it; XLA ends the process where it does not know a flag."""
     code = (
-        "import os\nfrom slidedp_jax import process\nprocess._set_environment('cuda', 0.9, 8)\n"
+        "import os\nfrom slidedp_jax import process\n"
+        "process._set_environment(process.ProcessSetup(platform='cuda', num_devices=1,\n"
+        "    device_ids=None, num_host_devices=1, device_memory_fraction=0.9,\n"
+        "    pinned_limit_gib=8, compilation_cache=None))\n"
         "import jax\njax.config.update('jax_platforms', 'cpu')\njax.devices()\n"
         "print(os.environ['XLA_FLAGS'])"
     )
