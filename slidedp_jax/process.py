@@ -7,7 +7,6 @@ JAX's backends start; set later, XLA flags are ignored without a word. So `confi
 from __future__ import annotations
 
 import ctypes
-import glob
 import os
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Literal
@@ -16,6 +15,7 @@ from slidedp_jax import jax_internals
 from slidedp_jax.compilation_cache import AUTO, cache_folder
 from slidedp_jax.planner.candidates import default_num_host_devices
 from slidedp_jax.planner.process_limits import DEVICE_MEMORY_FRACTION, pinned_pool_limit_gib
+from slidedp_jax.visible_gpus import VARIABLE, num_gpus, num_visible
 
 if TYPE_CHECKING:
     import jax
@@ -92,7 +92,8 @@ def configure(
     """Fix platforms, CPU devices, XLA flags and memory limits; the first line of a script.
 
     Args:
-      platform: "cuda", "cpu", or "auto": CUDA where a GPU and JAX's CUDA plugin are present.
+      platform: "cuda", "cpu", or "auto": CUDA where JAX's CUDA plugin and a GPU are present, and
+        `CUDA_VISIBLE_DEVICES` leaves one.
       num_devices: compute devices to use; None means every visible GPU, or one CPU device.
       device_ids: indices of the GPUs to use (`--devices 1,3`); excludes `num_devices`.
       num_host_devices: CPU devices that hold and update the state; None leaves a core per GPU
@@ -116,6 +117,11 @@ def configure(
         if num_devices is not None and num_devices != len(device_ids):
             raise ValueError(
                 f"num_devices={num_devices} and device_ids={device_ids} disagree; give one of them"
+            )
+        if len(set(device_ids)) < len(device_ids) or any(number < 0 for number in device_ids):
+            raise ValueError(
+                f"device_ids={device_ids}; name each GPU once, by its index from 0 among the "
+                "visible ones"
             )
         num_devices = len(device_ids)
     if num_devices is not None and num_devices < 1:
@@ -232,24 +238,22 @@ def _resolve_platform(platform: Platform) -> str:
         raise RuntimeError(
             "platform='cuda' needs JAX's CUDA plugin: pip install 'slidedp_jax[cuda13]'"
         )
+    if platform == "cuda" and num_visible() == 0:
+        raise RuntimeError(
+            f"platform='cuda', but {VARIABLE}={os.environ.get(VARIABLE)!r} leaves no GPU: CUDA "
+            "heeds entries up to the first that is no GPU's index or UUID, and none where one "
+            "occurs twice. Unset it, or name GPUs that there are"
+        )
     if platform != "auto":
         return platform
     if os.environ.get("JAX_PLATFORMS", "").split(",")[0] == "cpu":
         return "cpu"
-    return "cuda" if plugin and _gpu_nodes() else "cpu"
-
-
-def _gpu_nodes() -> list[str]:
-    return glob.glob("/dev/nvidia[0-9]*")
+    return "cuda" if plugin and num_gpus() and num_visible() else "cpu"
 
 
 def _visible_gpus(platform: str) -> int:
-    if platform == "cpu":
-        return 1
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return max(1, len([entry for entry in visible.split(",") if entry.strip()]))
-    return max(1, len(_gpu_nodes()))
+    """Compute devices where no number is given."""
+    return 1 if platform == "cpu" else num_visible() or 1
 
 
 def _default_host_devices(platform: str, group: int) -> int:
