@@ -9,7 +9,7 @@ The schedule (one wave, every microbatch passes a chunk while it is there):
   is dispatched `prefetch_depth` uses ahead; a copy waits for compute dispatched before it, so it
   runs beside the compute of the chunks in between and no earlier. A forward upload also waits for
   the chunk's update of the step before.
-- d2h: each chunk's gradient after its backward. At most two gradients are on their way.
+- d2h: each chunk's gradient after its backward. At most `GRADIENTS_IN_FLIGHT` are on their way.
 - host_update: `eager`, when the gradient has arrived, the lowest waiting chunk first; `deferred`,
   after the step's end, when the norm over all is known, strictly in the order of the next forward.
 
@@ -26,15 +26,12 @@ from slidedp_jax.planner.durations import ChunkDurations, chunk_durations
 from slidedp_jax.planner.flops import utilization
 from slidedp_jax.planner.hardware import HardwareProfile
 from slidedp_jax.planner.memory import ADAMW_STATE_BYTES
-from slidedp_jax.planner.strategy import Strategy
+from slidedp_jax.planner.strategy import GRADIENTS_IN_FLIGHT, Strategy
 from slidedp_jax.planner.timeline import LANES, Lane, Task, Timeline, simulate
 from slidedp_jax.planner.workload import BatchShape, Workload
 
 NUM_SIMULATED_STEPS = 5
 """The first two warm up (the first has no updates to wait for); the others are averaged."""
-
-GRADIENTS_IN_FLIGHT = 2
-"""Gradients that may be on their way before the next chunk's backward must wait."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -179,7 +179,7 @@ def test_contradictions_are_reported_together():
         "num_host_devices is 5",
         "prefetch_depth is 0",
         "layers_per_chunk is 37; the model has 36 layers",
-        "the device memory budget is 200.00 GiB; h200 has 139.00 GiB",
+        "the device memory budget is 200.00 GiB; h200 leaves a run 129.38 GiB",
     ):
         assert part in message
 
