@@ -42,8 +42,8 @@ def failure(code: str) -> str:
 @pytest.mark.parametrize(
     "use",
     [
-        "import jax; jax.devices()",
-        "import jax.numpy as jnp; jnp.zeros(1)",
+        pytest.param("import jax; jax.devices()", marks=pytest.mark.thorough),
+        pytest.param("import jax.numpy as jnp; jnp.zeros(1)", marks=pytest.mark.thorough),
         "from flax import nnx; nnx.Rngs(0)",
     ],
 )
@@ -58,7 +58,9 @@ def test_too_late_is_an_error_that_says_what_to_move(use):
     assert "move it above nnx.Rngs(...), jnp arrays and jax.devices()" in message
 
 
-@pytest.mark.parametrize("modules", ["jax, optax", "flax.linen, flax.nnx"])
+@pytest.mark.parametrize(
+    "modules", [pytest.param("jax, optax", marks=pytest.mark.thorough), "flax.linen, flax.nnx"]
+)
 def test_importing_before_is_fine(modules):
     result = run(
         f"import {modules}, jax, slidedp_jax\n"
@@ -153,10 +155,10 @@ print(json.dumps([[d.id for d in compute], [d.id for d in host], [d.platform for
 @pytest.mark.parametrize(
     ("arguments", "num_compute", "num_host"),
     [
-        ("num_devices=2, num_host_devices=4", 2, 4),
+        pytest.param("num_devices=2, num_host_devices=4", 2, 4, marks=pytest.mark.thorough),
         ("num_devices=3, num_host_devices=4", 3, 6),  # up to a multiple
-        ("num_devices=8", 8, 8),
-        ("num_host_devices=1", 1, 1),
+        pytest.param("num_devices=8", 8, 8, marks=pytest.mark.thorough),
+        pytest.param("num_host_devices=1", 1, 1, marks=pytest.mark.thorough),
     ],
 )
 def test_compute_and_host_devices_are_disjoint(arguments, num_compute, num_host):
