@@ -26,7 +26,7 @@ def size_text(num_bytes: float) -> str:
 
 HOST_UPDATE_GROWTH = 0.5
 """Exponent with which the host update's rate grows with a host's share. Measured within steps on
-hosts with H200s: 3.0e9 parameters/s on 16 cores beside one GPU, 4.2-4.7e9 on 32 beside two."""
+hosts with H200s: 3.1e9 parameters/s on 16 cores beside one GPU, 4.2-4.7e9 on 32 beside two."""
 
 ComputeDtype = Literal["bfloat16", "float32"]
 COMPUTE_DTYPES: tuple[ComputeDtype, ...] = ("bfloat16", "float32")
@@ -112,6 +112,8 @@ class HardwareProfile:
       visit_dispatch_s: Python's time for a chunk's forward or backward without its upload.
       upload_call_s: Python's time for one piece of an upload.
       upload_call_per_device_s: the same for each device that takes part.
+      step_end_s: between a step's last gradient and the next step's first program: the norm's way
+        to the host, what is decided there, and Python's way into the next step.
       stated_pinned_limit_bytes: limit of the pool of page-locked memory; None: what `configure()`
         sets on such a host.
       unified_memory: the compute devices live in host memory (the CPU backend).
@@ -140,6 +142,7 @@ class HardwareProfile:
     visit_dispatch_s: float = 0.0
     upload_call_s: float = 0.0
     upload_call_per_device_s: float = 0.0
+    step_end_s: float = 0.0
     stated_pinned_limit_bytes: float | None = None
     unified_memory: bool = False
 
@@ -240,8 +243,8 @@ _H200 = HardwareProfile(
     host_reserve_bytes=6 * GIB,
     host_memory_bytes_per_s=108e9,  # in-place triad 106-110 GB/s
     # 12-byte state, blocks of 4096 elements, 14-16 CPU devices of 16 cores: 3.4-3.9e9 alone,
-    # 2.7-3.4e9 within steps.
-    host_update_params_per_s=3.0e9,
+    # 2.7-3.4e9 within steps (with `step_end_s`, 3.1e9 fits the full steps best).
+    host_update_params_per_s=3.1e9,
     # From 15 and 30 pieces of a layer: at 8k tokens per GPU it decides between the weight routes.
     copy_gap_s=1.5e-5,
     # Without uploads 1 to 2 ms per chunk and pass, from steps of a model of a million parameters.
@@ -249,6 +252,9 @@ _H200 = HardwareProfile(
     visit_dispatch_s=1e-3,
     upload_call_s=4e-5,
     upload_call_per_device_s=1e-5,
+    # Full steps with state on the GPU beyond their forward and backward passes, 4B and 8B at 8k
+    # tokens: 20, 29, 34, 36 ms.
+    step_end_s=2.5e-2,
 )
 
 # The profiles below are not measured: rates follow the data sheet in the proportions that were
@@ -374,6 +380,7 @@ _CPU = replace(
     host_reserve_bytes=1 * GIB,
     host_memory_bytes_per_s=10e9,
     host_update_params_per_s=0.2e9,
+    step_end_s=0.0,
     unified_memory=True,
 )
 
