@@ -180,11 +180,11 @@ class Run:
         self._timed.append((batch.num_tokens, seconds))
         self._tokens_seen += batch.num_tokens
         self._skipped += skipped
-        num_devices = self._plan.hardware.num_devices
+        num_devices = self._plan.job.hardware.num_devices
         flops = self._workload.model_flops_per_step(
             BatchShape(num_rows=len(arrays["input_ids"]), seq_length=arrays["input_ids"].shape[1])
         )
-        peak = self._plan.hardware.peak_flops_per_s * num_devices
+        peak = self._plan.job.hardware.peak_flops_per_s * num_devices
         return {
             "step": step,
             "epoch": round(self._inputs.source.epochs_after(), 4),
