@@ -7,7 +7,7 @@ import logging
 import os
 import pathlib
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ from slidedp_jax.state.model_chunks import trained_shapes
 from slidedp_jax.state.starting_state import Parameters, check_parameters
 from slidedp_jax.step.batch import PreparedBatch, prepare
 from slidedp_jax.step.in_flight import StepOutputs
-from slidedp_jax.step.metrics import StepMetrics, mean_loss
+from slidedp_jax.step.metrics import StepMetrics, loss_sum, mean_loss
 from slidedp_jax.step.pipeline import GradientSink
 from slidedp_jax.tracer import Tracer
 from slidedp_jax.transfer.routes import DATA_AXIS, Gradient
@@ -184,20 +184,37 @@ class Trainer:
         """Start the copy of a chunk's gradient to the host."""
         return self._gradients.send(wires, self.store.layouts[chunk])
 
-    def evaluate(self, batch: Mapping[str, np.ndarray]) -> tuple[float, int]:
-        """Mean loss of a batch's supervised tokens under the current weights, and their number.
+    def evaluate(
+        self, batches: Mapping[str, np.ndarray] | Iterable[Mapping[str, np.ndarray]]
+    ) -> tuple[float, int]:
+        """Mean loss of the supervised tokens under the current weights, and their number.
 
-        As `StepMetrics.loss`, it has the layers' own losses in it, if any. Any number of rows: as
-        many as the strategy was planned for pass the model at a time. If it fails or is
-        interrupted, the trainer is as it was.
+        What is computed is what a step computes, by the same programs: as `StepMetrics.loss`, the
+        mean has the layers' own losses in it, if any, and a step's batch gives that step's loss
+        (but for random numbers: none are drawn here).
+
+        Args:
+          batches: one batch, or several, over all of which each token weighs the same. Any number
+            of rows: as many as the strategy was planned for pass the model at a time.
+
+        Raises:
+          UserError: a batch does not fit the model, or there is none. The trainer is as it was, as
+            after any failure or interrupt.
         """
-        at_once, losses = self.strategy.num_microbatches, list[jax.Array]()
-        with self.gate.passing(self.weights):
-            prepared = self.prepare(batch)
-            for first in range(0, len(prepared.microbatches), at_once):
-                some = self._place(prepared.microbatches[first : first + at_once])
-                losses += self._pipeline.losses(self.weights, some)
-        return mean_loss(losses, prepared.num_supervised), prepared.num_supervised
+        at_once, total, count = self.strategy.num_microbatches, 0.0, 0
+        with self.gate.turn:
+            self.gate.check()
+            for batch in [batches] if isinstance(batches, Mapping) else batches:
+                losses = list[jax.Array]()
+                with self.gate.passing(self.weights):
+                    prepared = self.prepare(batch)
+                    for first in range(0, len(prepared.microbatches), at_once):
+                        some = self._place(prepared.microbatches[first : first + at_once])
+                        losses += self._pipeline.losses(self.weights, some)
+                total, count = total + loss_sum(losses), count + prepared.num_supervised
+        if not count:
+            raise UserError("there is nothing to evaluate: no batch was given")
+        return total / count, count
 
     def next_logits(
         self,

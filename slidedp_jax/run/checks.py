@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import pathlib
 from collections.abc import Mapping
@@ -76,12 +77,12 @@ def load_inputs(args: TrainArguments, num_devices: int) -> RunInputs:
     tokenizer = None
     if (folder / "tokenizer.json").is_file() or not _all_json(args.train_file):
         tokenizer = load_tokenizer(folder, chat_template=args.chat_template_path)
-    source, report = _training_rows(args, tokenizer, config.vocab_size, num_devices)
+    rows = functools.partial(_rows, args, tokenizer, config.vocab_size, num_devices)
+    source, report = rows(args.train_file)
+    source.require_whole_step()
     evaluation, evaluation_report = None, None
     if args.validation_file:
-        evaluation, evaluation_report = _evaluation_rows(
-            args, tokenizer, config.vocab_size, num_devices
-        )
+        evaluation, evaluation_report = rows(args.validation_file, like=source)
     return RunInputs(
         folder=folder,
         config=config,
@@ -94,12 +95,24 @@ def load_inputs(args: TrainArguments, num_devices: int) -> RunInputs:
     )
 
 
-def _training_rows(
-    args: TrainArguments, tokenizer: Tokenizer | None, vocab_size: int, num_devices: int
+def _rows(
+    args: TrainArguments,
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
+    num_devices: int,
+    files: list[str],
+    *,
+    like: BatchSource | None = None,
 ) -> tuple[BatchSource, DataReport]:
-    examples, report = load_examples(
-        args.train_file, tokenizer, _example_settings(args), vocab_size=vocab_size
-    )
+    """The rows to train on; or, `like` those, rows to evaluate on: all of them, in their order.
+
+    Evaluation is computed as training is: packed or not, as many rows at a time, no row of more
+    documents than attention has room for.
+    """
+    settings = _example_settings(args)
+    if like is not None:
+        settings = dataclasses.replace(settings, max_rows=None)
+    examples, report = load_examples(files, tokenizer, settings, vocab_size=vocab_size)
     source = BatchSource(
         examples,
         max_seq_length=args.max_seq_length,
@@ -110,25 +123,8 @@ def _training_rows(
         ),
         seed=args.seed if args.data_seed is None else args.data_seed,
         packing=args.packing,
-        shuffle=args.shuffle,
-        pad_id=_pad_id(tokenizer),
-    )
-    source.require_whole_step()
-    return source, report
-
-
-def _evaluation_rows(
-    args: TrainArguments, tokenizer: Tokenizer | None, vocab_size: int, num_devices: int
-) -> tuple[BatchSource, DataReport]:
-    settings = dataclasses.replace(_example_settings(args), max_rows=None)
-    examples, report = load_examples(
-        args.validation_file, tokenizer, settings, vocab_size=vocab_size
-    )
-    source = BatchSource(
-        examples,
-        max_seq_length=args.max_seq_length,
-        step_size=args.per_device_train_batch_size * num_devices,
-        shuffle=False,
+        most_documents_per_row=None if like is None else like.documents_per_row,
+        shuffle=args.shuffle and like is None,
         pad_id=_pad_id(tokenizer),
     )
     return source, report
@@ -240,19 +236,23 @@ def check_attention(args: TrainArguments, inputs: RunInputs) -> None:
     """
     if args.attention == "auto" or args.hardware is not None:
         return
-    from slidedp_jax.models.attention import device_target, resolve_attention
+    from slidedp_jax.models.attention import RowLayout, device_target, resolve_attention
     from slidedp_jax.process import current_setup
 
-    try:
-        resolve_attention(
-            args.attention,
-            target=device_target(current_setup().devices()[0][0]),
-            dtype=args.dtype,
-            head_dim=inputs.config.head_dim,
-            rows="documents" if args.packing else "whole",
-        )
-    except ValueError as error:
-        raise UserError(str(error)) from None
+    computed: dict[str, RowLayout] = {"the training rows": "documents" if args.packing else "whole"}
+    if args.sample_prompts:
+        computed["sample_prompts"] = "documents"
+    for what, rows in computed.items():
+        try:
+            resolve_attention(
+                args.attention,
+                target=device_target(current_setup().devices()[0][0]),
+                dtype=args.dtype,
+                head_dim=inputs.config.head_dim,
+                rows=rows,
+            )
+        except ValueError as error:
+            raise UserError(f"for {what}, {error}") from None
 
 
 def setting_notes(inputs: RunInputs, args: TrainArguments) -> list[str]:

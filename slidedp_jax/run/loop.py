@@ -171,9 +171,6 @@ class Run:
         batch = next(self._inputs.source)
         data_s = time.perf_counter() - start
         arrays = batch.arrays | {"row_ids": np.array(batch.row_ids)}
-        if batch.one_document_per_row and not self._args.packing:
-            # Padding is on the right, so causal attention alone keeps documents apart.
-            del arrays["segment_ids"]
         metrics = trainer.step(arrays)
         loss, norm, skipped = metrics.loss, metrics.grad_norm, metrics.skipped
         seconds = time.perf_counter() - start
@@ -211,21 +208,19 @@ class Run:
         return step == num_steps or (every is not None and step % every == 0)
 
     def _evaluate(self, trainer: Trainer, step: int, progress: Progress) -> None:
-        """Loss over all held-out rows, weighted by their supervised tokens."""
+        """Mean loss of the supervised tokens of all held-out rows."""
         assert self._inputs.evaluation is not None
-        total, count = 0.0, 0
         start = time.perf_counter()
-        for batch in self._inputs.evaluation.one_epoch():
-            loss, supervised = trainer.evaluate(batch.arrays)
-            total, count = total + loss * supervised, count + supervised
+        batches = self._inputs.evaluation.one_epoch()
+        loss, count = trainer.evaluate(batch.arrays for batch in batches)
         record = {
             "step": step,
-            "eval_loss": total / count,
+            "eval_loss": loss,
             "eval_supervised_tokens": count,
             "eval_runtime": time.perf_counter() - start,
         }
         progress.write(record)
-        progress.say(f"step {step}: held-out loss {record['eval_loss']:.4f} over {count} tokens")
+        progress.say(f"step {step}: held-out loss {loss:.4f} over {count} tokens")
 
     def _save(self, trainer: Trainer, progress: Progress) -> None:
         extra = {
