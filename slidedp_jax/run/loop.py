@@ -16,8 +16,6 @@ import numpy as np
 import slidedp_jax
 from slidedp_jax.checkpoint.save_restore import keep_last
 from slidedp_jax.generate import encode_prompt, generate
-from slidedp_jax.models.decoder import build
-from slidedp_jax.models.hf_load import load_parameters
 from slidedp_jax.planner.hardware import size_text
 from slidedp_jax.planner.report import plan_as_dict
 from slidedp_jax.planner.search import Plan
@@ -78,7 +76,7 @@ class Run:
         self._plan = plan
         self._stop = stop
         self._schedule = learning_rate(args, inputs.num_steps)
-        self._workload = Workload.from_config(inputs.config)
+        self._workload = Workload.from_config(inputs.pretrained.config)
         self._tokens_seen = 0
         self._skipped = 0
         self._timed: list[tuple[int, float]] = []
@@ -109,15 +107,14 @@ class Run:
 
     def _trainer(self, *, load: bool) -> Trainer:
         args, inputs, strategy = self._args, self._inputs, self._plan.strategy
+        pretrained = inputs.pretrained
         start = time.perf_counter()
-        shapes = inputs.config.parameter_shapes()
 
         def read_weights(write: Any) -> None:
-            counted = LoadProgress(write, inputs.config.num_parameters)
-            load_parameters(inputs.folder, shapes, counted)
+            pretrained.load_parameters(LoadProgress(write, pretrained.config.num_parameters))
 
         trainer = Trainer(
-            build(inputs.config, attention=args.attention),
+            pretrained.model(args.attention),
             make_optimizer(args, inputs.num_steps),
             strategy=strategy,
             parameters=read_weights if load else TO_BE_RESTORED,
@@ -244,14 +241,14 @@ class Run:
             return EXIT_INTERRUPTED
         self._sample(trainer, "after training")
         if self._args.export:
-            export_run(trainer, self._folder, self._inputs, self._args)
+            export_run(trainer, self._folder, self._inputs.pretrained, self._args)
         self._folder.succeeded()
         self._summary()
         return 0
 
     def _sample(self, trainer: Trainer, when: str) -> None:
         """Greedy completions of the sample prompts, on the console."""
-        prompts, tokenizer = self._args.sample_prompts, self._inputs.tokenizer
+        prompts, tokenizer = self._args.sample_prompts, self._inputs.pretrained.tokenizer
         if not prompts or tokenizer is None:
             return
 
@@ -293,7 +290,7 @@ class Run:
             "plan": plan_as_dict(self._plan),
             "planned_for": planned_for(),
             "xla_flags": xla_flags(),
-            "configuration": dataclasses.asdict(self._inputs.config),
+            "configuration": dataclasses.asdict(self._inputs.pretrained.config),
             "kernel_form": trainer.kernel_form,
             "data": dataclasses.asdict(self._inputs.report),
             "versions": {
