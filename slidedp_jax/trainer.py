@@ -142,6 +142,7 @@ class Trainer:
             for, or the trainer is for inference only.
           TrainingStopped: an update failed or a gradient was not finite.
         """
+        self.gate.check_open()
         if self._inference_only:
             raise UserError("the trainer was made with inference_only=True, so it cannot train")
         with self.gate.turn:
@@ -174,6 +175,7 @@ class Trainer:
         self, weights: WeightSource, prepared: PreparedBatch, sink: GradientSink
     ) -> StepOutputs:
         """One pass without an update: weights from `weights`, gradients to `sink`."""
+        self.gate.check_open()
         assert len(prepared.microbatches) <= self.strategy.num_microbatches
         microbatches = self._place(prepared.microbatches)
         return self._pipeline.step(
@@ -182,6 +184,7 @@ class Trainer:
 
     def send(self, chunk: int, wires: Sequence[jax.Array]) -> Gradient:
         """Start the copy of a chunk's gradient to the host."""
+        self.gate.check_open()
         return self._gradients.send(wires, self.store.layouts[chunk])
 
     def evaluate(
@@ -241,8 +244,8 @@ class Trainer:
 
     def init_caches(self, num_rows: int, capacity: int) -> list[Cache]:
         """Empty caches of all layers, rows spread over the compute devices."""
-        assert self.model.cached is not None
         self.gate.check()
+        assert self.model.cached is not None
         # The same function object every time, so it is compiled once per size.
         init = self.model.cached.init_cache
         make = jax.jit(init, static_argnums=(0, 1, 2), out_shardings=self._rows)
@@ -303,6 +306,7 @@ class Trainer:
         Raises:
           UserError: there is none, it is damaged, or of another model or optimizer.
         """
+        self.gate.check_open()
         return restore(self.gate, self.model, newest(pathlib.Path(folder)))
 
     def wait(self) -> None:
@@ -315,6 +319,7 @@ class Trainer:
         self._dropped.detach()
 
     def __enter__(self) -> Trainer:
+        self.gate.check_open()
         return self
 
     def __exit__(self, *_: object) -> None:
