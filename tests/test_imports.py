@@ -87,6 +87,12 @@ def test_every_file_is_on_a_floor():
     assert units == set().union(*FLOORS)
 
 
+def test_every_unit_has_a_place_in_the_readmes_table():
+    table = (ROOT / "README.md").read_text().split("\n## Files\n")[1]
+    for unit in set().union(*FLOORS):
+        assert re.search(rf"\b{unit}(\.py|/)`", table), unit
+
+
 def test_the_check_sees_imports_inside_functions(tmp_path):
     file = tmp_path / "module.py"
     file.write_text("def f():\n    from slidedp_jax.planner import a\n    import slidedp_jax.run\n")
