@@ -16,8 +16,6 @@ import numpy as np
 import slidedp_jax
 from slidedp_jax.checkpoint.save_restore import keep_last
 from slidedp_jax.generate import encode_prompt, generate
-from slidedp_jax.models.decoder import build
-from slidedp_jax.models.hf_load import load_parameters
 from slidedp_jax.planner.hardware import size_text
 from slidedp_jax.planner.report import plan_as_dict
 from slidedp_jax.planner.search import Plan
@@ -78,7 +76,7 @@ class Run:
         self._plan = plan
         self._stop = stop
         self._schedule = learning_rate(args, inputs.num_steps)
-        self._workload = Workload.from_config(inputs.config)
+        self._workload = Workload.from_config(inputs.pretrained.config)
         self._tokens_seen = 0
         self._skipped = 0
         self._timed: list[tuple[int, float]] = []
@@ -109,15 +107,14 @@ class Run:
 
     def _trainer(self, *, load: bool) -> Trainer:
         args, inputs, strategy = self._args, self._inputs, self._plan.strategy
+        pretrained = inputs.pretrained
         start = time.perf_counter()
-        shapes = inputs.config.parameter_shapes()
 
         def read_weights(write: Any) -> None:
-            counted = LoadProgress(write, inputs.config.num_parameters)
-            load_parameters(inputs.folder, shapes, counted)
+            pretrained.load_parameters(LoadProgress(write, pretrained.config.num_parameters))
 
         trainer = Trainer(
-            build(inputs.config, attention=args.attention),
+            pretrained.model(args.attention),
             make_optimizer(args, inputs.num_steps),
             strategy=strategy,
             parameters=read_weights if load else TO_BE_RESTORED,
@@ -171,9 +168,6 @@ class Run:
         batch = next(self._inputs.source)
         data_s = time.perf_counter() - start
         arrays = batch.arrays | {"row_ids": np.array(batch.row_ids)}
-        if batch.one_document_per_row and not self._args.packing:
-            # Padding is on the right, so causal attention alone keeps documents apart.
-            del arrays["segment_ids"]
         metrics = trainer.step(arrays)
         loss, norm, skipped = metrics.loss, metrics.grad_norm, metrics.skipped
         seconds = time.perf_counter() - start
@@ -211,21 +205,19 @@ class Run:
         return step == num_steps or (every is not None and step % every == 0)
 
     def _evaluate(self, trainer: Trainer, step: int, progress: Progress) -> None:
-        """Loss over all held-out rows, weighted by their supervised tokens."""
+        """Mean loss of the supervised tokens of all held-out rows."""
         assert self._inputs.evaluation is not None
-        total, count = 0.0, 0
         start = time.perf_counter()
-        for batch in self._inputs.evaluation.one_epoch():
-            loss, supervised = trainer.evaluate(batch.arrays)
-            total, count = total + loss * supervised, count + supervised
+        batches = self._inputs.evaluation.one_epoch()
+        loss, count = trainer.evaluate(batch.arrays for batch in batches)
         record = {
             "step": step,
-            "eval_loss": total / count,
+            "eval_loss": loss,
             "eval_supervised_tokens": count,
             "eval_runtime": time.perf_counter() - start,
         }
         progress.write(record)
-        progress.say(f"step {step}: held-out loss {record['eval_loss']:.4f} over {count} tokens")
+        progress.say(f"step {step}: held-out loss {loss:.4f} over {count} tokens")
 
     def _save(self, trainer: Trainer, progress: Progress) -> None:
         extra = {
@@ -249,14 +241,14 @@ class Run:
             return EXIT_INTERRUPTED
         self._sample(trainer, "after training")
         if self._args.export:
-            export_run(trainer, self._folder, self._inputs, self._args)
+            export_run(trainer, self._folder, self._inputs.pretrained, self._args)
         self._folder.succeeded()
         self._summary()
         return 0
 
     def _sample(self, trainer: Trainer, when: str) -> None:
         """Greedy completions of the sample prompts, on the console."""
-        prompts, tokenizer = self._args.sample_prompts, self._inputs.tokenizer
+        prompts, tokenizer = self._args.sample_prompts, self._inputs.pretrained.tokenizer
         if not prompts or tokenizer is None:
             return
 
@@ -298,7 +290,7 @@ class Run:
             "plan": plan_as_dict(self._plan),
             "planned_for": planned_for(),
             "xla_flags": xla_flags(),
-            "configuration": dataclasses.asdict(self._inputs.config),
+            "configuration": dataclasses.asdict(self._inputs.pretrained.config),
             "kernel_form": trainer.kernel_form,
             "data": dataclasses.asdict(self._inputs.report),
             "versions": {

@@ -139,7 +139,7 @@ class Pipeline:
         )
 
     def losses(self, weights: WeightSource, microbatches: Sequence[DeviceBatch]) -> list[jax.Array]:
-        """Forward only; `StepOutputs.losses`."""
+        """Forward only, by the programs of a step; `StepOutputs.losses`."""
         embed, left = self._forward(weights, microbatches, keep_from=self._head)
         head = weights.take(self._head)[0]
         losses = [
@@ -202,7 +202,8 @@ class Pipeline:
     ) -> tuple[Any, LeftByForward]:
         """The embedding's weights if tied, and what is left of the chunks from `keep_from` on.
 
-        With `keep_from` at the head, nothing will run backward but the head.
+        With `keep_from` at the head, nothing will run backward but the head. The programs are the
+        same, as others would differ in the last bits; what they keep is let go at once.
         """
         embed = weights.take(0)[0]
         self._prefetch(weights, range(1, self._head + 1))
@@ -219,10 +220,12 @@ class Pipeline:
             self._prefetch(weights, range(chunk + 1, self._head + 1))
             previous = xs
             with self._tracer.span("compute", f"forward {self._layouts[chunk].name}"):
-                if keep_from < self._head and chunk >= self._last_layers:
+                if chunk >= self._last_layers:
                     left.kinds[chunk] = self._kind(chunk, trees, previous[0], microbatches)
                 xs = self._chunk_forward(chunk, trees, previous, microbatches, left)
-            if chunk in left.kinds and chunk in self._kept:
+            if keep_from == self._head:
+                left.residuals.pop(chunk, None)
+            elif chunk in self._kept:
                 left.trees[chunk] = trees
             if keep_from <= chunk + 1:
                 left.inputs.append(xs)
