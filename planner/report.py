@@ -44,7 +44,8 @@ def plan_as_dict(plan: Plan, completion: Completion | None = None) -> dict[str, 
     result: dict[str, Any] = {
         "model": {"name": plan.workload.name, "num_parameters": plan.workload.num_parameters},
         "batch": asdict(plan.batch) | {"num_tokens": plan.batch.num_tokens},
-        "hardware": asdict(plan.hardware),
+        "hardware": asdict(plan.hardware)
+        | {"pinned_pool_limit_bytes": plan.hardware.pinned_pool_limit_bytes},
         "optimizer_state_bytes": plan.optimizer_state_bytes,
         "device_budget_bytes": plan.device_budget_bytes,
         "host_budget_bytes": plan.host_budget_bytes,
@@ -110,13 +111,13 @@ def notes(plan: Plan) -> list[str]:
     hardware, strategy, memory = plan.hardware, plan.strategy, plan.chosen.memory
     if not hardware.provenance.startswith("measured"):
         found.append(
-            f"the figures of {hardware.name} are not measured: expect larger errors than on "
-            "hardware that was"
+            f"the figures of {hardware.name} are not measured ({hardware.provenance}): expect "
+            "larger errors than on hardware that was"
         )
     if memory.pinned_pool_bytes > hardware.pinned_pool_limit_bytes:
         need = -(-memory.pinned_pool_bytes // GIB)
         found.append(
-            f"page-locked gradients need a pool of {need:.0f} GiB, above the default limit of "
+            f"page-locked gradients need a pool of {need:.0f} GiB, above its limit of "
             f"{hardware.pinned_pool_limit_bytes / GIB:.0f} GiB: set "
             f"{PINNED_LIMIT_GIB}={need:.0f} or more before JAX starts"
         )

@@ -274,8 +274,8 @@ def _check_request(
     ):
         if not 0 < budget <= size:
             problems.append(
-                f"{name} is {size_text(budget)}; {hardware.name} has {size_text(size)}, use more "
-                "than 0 and at most that"
+                f"{name} is {size_text(budget)}; {hardware.name} leaves a run {size_text(size)}, "
+                "use more than 0 and at most that"
             )
     if resident_state and choices.gradient_route == "host_sum":
         problems.append(

@@ -178,6 +178,7 @@ def _around(
         prefetch_depth=strategy.prefetch_depth,
         kept_chunks=strategy.kept_chunks,
         sums_beside=gradients.sums_on_devices,
+        make_room=gradients.make_room,
         tracer=tracer,
     )
     updates = HostOptimizer(

@@ -1,8 +1,8 @@
 """Spans of work on the lanes, for measurements and for tests that delay a lane.
 
 Lanes are `h2d`, `compute`, `d2h` and `host_update`, and `wait` where the schedule stands still for
-an update. The runtime brackets what it does with `tracer.span(lane, name)`; with the default tracer
-that costs nothing.
+an update or for gradients to leave. The runtime brackets what it does with
+`tracer.span(lane, name)`; with the default tracer that costs nothing.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from slidedp_jax.planner.pinned_pool import pool_regions
 from slidedp_jax.planner.strategy import Strategy
 from slidedp_jax.state.host_store import HostStore
 from slidedp_jax.state.layout import ChunkLayout
-from slidedp_jax.state.pinned_memory import reserve_pinned
+from slidedp_jax.state.pinned_memory import check_pinned_limit, reserve_pinned
 from slidedp_jax.state.weight_rounding import WeightRounding
 
 
@@ -61,8 +61,12 @@ def make_state(
       for_training: make page-locked memory for gradients.
 
     Raises:
-      UserError: `parameters` are not those of the model.
+      UserError: `parameters` are not those of the model, or the gradients exceed the limit of
+        page-locked memory.
     """
+    devices = list(device_sharding.mesh.devices.flat)
+    regions = gradient_regions(layouts, strategy, len(devices)) if for_training else ()
+    check_pinned_limit(regions, devices[0])
     store = HostStore(
         layouts,
         host_devices,
@@ -71,8 +75,6 @@ def make_state(
         upload_low=strategy.compute_dtype == "float32",
         rounding=rounding,
     )
-    devices = list(device_sharding.mesh.devices.flat)
-    regions = gradient_regions(layouts, strategy, len(devices)) if for_training else ()
     try:
         with ThreadPoolExecutor(1) as pool:
             # Page-locking is the driver's work and goes on beside the reading of the weights.

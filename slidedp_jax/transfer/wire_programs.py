@@ -47,8 +47,7 @@ class WirePrograms:
 
         `keys` are needed where `low` was fetched of masters that are rounded by dither.
         """
-        signature = (*layout.signature, keys is None)
-        program = self._unpack.get(signature)
+        program = self._unpack.get(layout.signature)
         if program is None:
             path = self._resident_weights if layout.resident else self._weights
 
@@ -59,7 +58,7 @@ class WirePrograms:
                 return layout.unpack([_parameters(*part) for part in parts])
 
             program = self._on_devices(body, (path.spec, SAME), SAME)
-            self._unpack[signature] = program
+            self._unpack[layout.signature] = program
         return program(arrays, keys)
 
     def pack(self, layout: ChunkLayout, trees: Any) -> Packed:

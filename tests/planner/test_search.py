@@ -179,7 +179,7 @@ def test_contradictions_are_reported_together():
         "num_host_devices is 5",
         "prefetch_depth is 0",
         "layers_per_chunk is 37; the model has 36 layers",
-        "the device memory budget is 200.00 GiB; h200 has 139.00 GiB",
+        "the device memory budget is 200.00 GiB; h200 leaves a run 129.38 GiB",
     ):
         assert part in message
 
@@ -306,7 +306,7 @@ def test_no_more_layers_per_program_than_pay():
         assert other.chosen.time.step_s > found.chosen.time.step_s
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_more_host_memory_never_gives_a_much_slower_plan(num_devices):
     """Which chunk size is best depends on how much state stays on the devices."""
     hardware = named_hardware("h200", num_devices=num_devices)

@@ -239,7 +239,8 @@ def test_one_copy_of_the_state_whatever_the_number_of_devices(optimizer, bytes_p
     for num_devices in (1, 4):
         held = jax.live_arrays()  # so that no address below is freed and given to the new state
         before = live_host_buffers()
-        with trainer(config, optimizer, strategy(), num_devices=num_devices) as it:
+        plan = strategy(rows_per_step=len(batch["input_ids"]), num_devices=num_devices)
+        with trainer(config, optimizer, plan, num_devices=num_devices) as it:
             store = it.store
             assert store.num_parameters == config.num_parameters
             elements = config.num_parameters + padding(store.layouts)

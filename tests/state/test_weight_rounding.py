@@ -174,5 +174,5 @@ def test_what_is_recorded_comes_back():
     ids=str,
 )
 def test_a_damaged_record_is_refused(values):
-    with pytest.raises(ValueError, match="dither|weight_rounding"):
+    with pytest.raises(ValueError, match=r"dither|weight_rounding"):
         WeightRounding.recorded(values)
