@@ -122,7 +122,7 @@ class Trainer:
         self.strategy = strategy
         self._inference_only = inference_only
         self._documents_per_row = documents_per_row
-        self._seed = seed
+        self.seed = seed
         devices, host_devices = current_setup().devices()
         self._devices = _first(devices, num_devices)
         treatments = Treatments(optimizer, trained_shapes(model, frozen), ema_decay=ema_decay)
@@ -340,7 +340,7 @@ class Trainer:
             rows_per_microbatch=self.strategy.rows_per_microbatch,
             most_microbatches=self.strategy.num_microbatches if training else None,
             documents_per_row=self._documents_per_row,
-            seed_and_step=(self._seed, self.gate.version + 1) if draws else None,
+            seed_and_step=(self.seed, self.gate.version + 1) if draws else None,
             token_arrays=self.model.token_arrays,
         )
 

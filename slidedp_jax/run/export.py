@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 from collections.abc import Callable, Mapping
 
@@ -11,6 +12,7 @@ from slidedp_jax.models.hf_export import export
 from slidedp_jax.run.arguments import TrainArguments
 from slidedp_jax.run.checks import RunInputs
 from slidedp_jax.run.folder import RunFolder
+from slidedp_jax.state.weight_rounding import WeightRounding
 from slidedp_jax.trainer import Trainer
 from slidedp_jax.whole_files import UNFINISHED, remove_whole
 
@@ -25,16 +27,35 @@ def export_run(
         targets = {folder.export: reader.read}
         if args.ema_decay is not None:
             targets[folder.export_ema] = reader.read_average
-        _write(targets, reader.version, inputs, args)
+        if args.export_dtype == "bfloat16":
+            rounding = _rounding(trainer, args)
+            targets = {
+                path: functools.partial(
+                    reader.read_rounded, rounding=rounding, averaged=path == folder.export_ema
+                )
+                for path in targets
+            }
+        content = f"{reader.version} {export_text(trainer, args)}"
+        _write(targets, content, inputs, args)
+
+
+def export_text(trainer: Trainer, args: TrainArguments) -> str:
+    """In words, which numbers an export holds."""
+    if args.export_dtype != "bfloat16":
+        return args.export_dtype
+    return f"{args.export_dtype}, rounded {_rounding(trainer, args).text}"
+
+
+def _rounding(trainer: Trainer, args: TrainArguments) -> WeightRounding:
+    return trainer.weight_rounding.named(args.export_rounding, args.seed)
 
 
 def _write(
     targets: Mapping[pathlib.Path, Callable[[str], np.ndarray]],
-    step: int,
+    content: str,
     inputs: RunInputs,
     args: TrainArguments,
 ) -> None:
-    content = f"{step} {args.export_dtype}"
     for path, read in targets.items():
         marker = path / _MARKER
         if marker.is_file() and marker.read_text() == content:

@@ -18,6 +18,8 @@ modulo 2**32. lowbias32, by Chris Wellons, is a permutation of 32-bit numbers
 (https://github.com/skeeto/hash-prospector, public domain); the factor, 2**32 over the golden ratio,
 makes it as good on numbers in a row: without it the differences of neighbours' dithers are lumpy.
 Dithered quantization: L. Roberts, Picture coding using pseudo-random noise (1962).
+
+This file is NumPy's part, for one range of a parameter at a time; it imports no JAX.
 """
 
 from __future__ import annotations
@@ -29,8 +31,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 Rounding = Literal["dither", "nearest"]
@@ -44,7 +44,8 @@ NEAREST = np.uint32(0x8000)
 SECTION = 1 << 32
 """Indices of a parameter that one key serves."""
 
-_SPREAD, _FIRST_FACTOR, _SECOND_FACTOR = 0x9E3779B9, 0x7FEB352D, 0x846CA68B
+SPREAD, FIRST_FACTOR, SECOND_FACTOR = 0x9E3779B9, 0x7FEB352D, 0x846CA68B
+"""Of the hash, in the order of use."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +73,15 @@ class WeightRounding:
     def of(rounding: Rounding, seed: int) -> WeightRounding:
         """The rounding of that name in a run with that seed."""
         return WeightRounding(rounding=rounding, seed=int(seed) if rounding == "dither" else None)
+
+    def named(self, rounding: Rounding | None, seed: int) -> WeightRounding:
+        """This one if that is its name or none is given, else the one of that name and seed."""
+        return self if rounding in (None, self.rounding) else WeightRounding.of(rounding, seed)
+
+    @property
+    def text(self) -> str:
+        """In words, after "rounded"."""
+        return "to nearest" if self.seed is None else f"by dither with seed {self.seed}"
 
     @staticmethod
     def recorded(values: Mapping[str, Any] | None) -> WeightRounding:
@@ -110,7 +120,7 @@ class WeightRounding:
             return np.asarray(NEAREST)
         parts = [
             _dither_of_section(key(self.seed, name, begin // SECTION), begin % SECTION, end - begin)
-            for begin, end in _sections(start, start + size)
+            for begin, end in sections(start, start + size)
         ]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
@@ -132,36 +142,11 @@ def key(seed: int, name: str, section: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little")
 
 
-def hashed(offsets: jax.Array) -> jax.Array:
-    """Dithers of keys plus indices: uint32 [...] -> uint32 [...], in a trace."""
-    mixed = offsets * jnp.uint32(_SPREAD)
-    mixed = (mixed ^ (mixed >> 16)) * jnp.uint32(_FIRST_FACTOR)
-    mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(_SECOND_FACTOR)
-    dithers: jax.Array = (mixed ^ (mixed >> 16)) & 0xFFFF
-    return dithers
+def sections(start: int, end: int) -> list[tuple[int, int]]:
+    """Elements [start, end) cut at whole sections: (first, behind the last) of each part.
 
-
-def dither_in_trace(keys: jax.Array | None, size: int) -> jax.Array:
-    """Dithers of a whole parameter, in a trace: what `WeightRounding.dither` gives.
-
-    Args:
-      keys: `WeightRounding.keys` of the parameter, uint32 [sections].
-      size: of the parameter.
-
-    Returns:
-      uint32 [size], or one for all.
+    One empty part if there are none.
     """
-    if keys is None:
-        return jnp.asarray(NEAREST)
-    parts = [
-        hashed(keys[number] + jax.lax.iota(jnp.uint32, end - begin))
-        for number, (begin, end) in enumerate(_sections(0, size))
-    ]
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
-
-
-def _sections(start: int, end: int) -> list[tuple[int, int]]:
-    """[start, end) cut at whole sections; one empty range if it is empty."""
     cuts = range((start // SECTION + 1) * SECTION, end, SECTION)
     return list(itertools.pairwise([start, *cuts, end]))
 
@@ -169,11 +154,11 @@ def _sections(start: int, end: int) -> list[tuple[int, int]]:
 def _dither_of_section(own_key: int, index: int, size: int) -> np.ndarray:
     x = np.arange(size, dtype=np.uint32)
     x += np.uint32((own_key + index) % (1 << 32))
-    x *= np.uint32(_SPREAD)
+    x *= np.uint32(SPREAD)
     x ^= x >> np.uint32(16)
-    x *= np.uint32(_FIRST_FACTOR)
+    x *= np.uint32(FIRST_FACTOR)
     x ^= x >> np.uint32(15)
-    x *= np.uint32(_SECOND_FACTOR)
+    x *= np.uint32(SECOND_FACTOR)
     x ^= x >> np.uint32(16)
     x &= np.uint32(0xFFFF)
     return x

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from slidedp_jax.state.layout import ChunkLayout, FlatLayout
 from slidedp_jax.state.split_float import join
-from slidedp_jax.state.weight_rounding import dither_in_trace
+from slidedp_jax.state.traced_dither import dither_of_parameter
 from slidedp_jax.transfer.device_map import ROWS, SAME, DeviceMap
 from slidedp_jax.transfer.routes import FetchedChunk, GradientPath, ShardAllGather, WeightPath
 
@@ -96,5 +96,5 @@ def _parameters(
 
 def _dither(keys: jax.Array | None, shape: tuple[int, ...]) -> jax.Array:
     """Dithers of a parameter in its shape, or one for all."""
-    dither = dither_in_trace(keys, math.prod(shape))
+    dither = dither_of_parameter(keys, math.prod(shape))
     return dither if keys is None else dither.reshape(shape)

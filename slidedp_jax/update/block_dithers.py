@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from slidedp_jax.state.layout import FlatLayout
-from slidedp_jax.state.weight_rounding import NEAREST, SECTION, WeightRounding, hashed
+from slidedp_jax.state.traced_dither import hashed
+from slidedp_jax.state.weight_rounding import NEAREST, SECTION, WeightRounding
 
 _LONGEST_RUN = 64
 

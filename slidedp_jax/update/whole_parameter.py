@@ -17,7 +17,7 @@ import numpy as np
 from slidedp_jax.state.host_store import HostStore, PartState
 from slidedp_jax.state.layout import FlatLayout, Slot
 from slidedp_jax.state.split_float import join, split
-from slidedp_jax.state.weight_rounding import dither_in_trace
+from slidedp_jax.state.traced_dither import dither_of_parameter
 from slidedp_jax.update.decompose import DecomposedOptimizer
 from slidedp_jax.update.update_kernel import clip, sum_in_order
 
@@ -137,7 +137,7 @@ class WholeParameterUpdates:
     ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
         *shared, norm, max_norm = scalars
         gradient = clip(sum_in_order(gradients), norm, max_norm).reshape(shape)
-        dither = dither_in_trace(keys, high.size)
+        dither = dither_of_parameter(keys, high.size)
         master = join(high, low, dither).reshape(shape)
         values, state = self._optimizer.update(group, master, gradient, state, shared)
         return *split(values.reshape(-1), dither), state

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from slidedp_jax.state.split_float import rounded
+from slidedp_jax.state.traced_dither import dither_of_parameter, hashed
 from slidedp_jax.state.weight_rounding import (
     NEAREST,
     SECTION,
     WeightRounding,
-    dither_in_trace,
-    hashed,
     key,
 )
 
@@ -135,12 +134,12 @@ def test_indices_beyond_32_bits_have_keys_of_their_own():
 def test_traced_dithers_are_numpys(monkeypatch):
     """Of a parameter of three sections, too, where a section is short for that."""
     keys = jnp.asarray(DITHER.keys(NAME, 5000))
-    found = jax.jit(dither_in_trace, static_argnums=1)(keys, 5000)
+    found = jax.jit(dither_of_parameter, static_argnums=1)(keys, 5000)
     assert np.asarray(found).tolist() == DITHER.dither(NAME, 0, 5000).tolist()
     monkeypatch.setattr("slidedp_jax.state.weight_rounding.SECTION", 2000)
     keys = jnp.asarray(DITHER.keys(NAME, 5000))
     assert keys.shape == (3,)
-    found = jax.jit(lambda keys: dither_in_trace(keys, 5000))(keys)
+    found = jax.jit(lambda keys: dither_of_parameter(keys, 5000))(keys)
     assert np.asarray(found).tolist() == DITHER.dither(NAME, 0, 5000).tolist()
 
 
@@ -149,7 +148,7 @@ def test_nearest_has_one_dither_for_all():
     assert nearest.seed is None
     assert nearest.keys(NAME, 10) is None
     assert nearest.dither(NAME, 5, 10) == NEAREST
-    assert dither_in_trace(None, 10) == NEAREST
+    assert dither_of_parameter(None, 10) == NEAREST
 
 
 def test_what_is_recorded_comes_back():
