@@ -15,7 +15,7 @@ def export_run(
     trainer: Trainer, folder: RunFolder, pretrained: Pretrained, args: TrainArguments
 ) -> None:
     """Write `export/` and, where an average is kept, `export_ema/`, unless they are there."""
-    content = f"{trainer.step_count} {args.export_dtype}"
+    content = f"{trainer.step_count} {export_text(trainer, args)}"
     targets = {folder.export: False}
     if args.ema_decay is not None:
         targets[folder.export_ema] = True
@@ -24,7 +24,21 @@ def export_run(
         if marker.is_file() and marker.read_text() == content:
             continue
         fresh = path.with_name(f".{path.name}{UNFINISHED}")
-        pretrained.export(trainer, fresh, dtype=args.export_dtype, averaged=averaged)
+        pretrained.export(
+            trainer,
+            fresh,
+            dtype=args.export_dtype,
+            rounding=args.export_rounding,
+            averaged=averaged,
+        )
         (fresh / _MARKER).write_text(content)
         remove_whole(path)  # not before the new one is complete
         fresh.rename(path)
+
+
+def export_text(trainer: Trainer, args: TrainArguments) -> str:
+    """In words, which numbers an export holds."""
+    if args.export_dtype != "bfloat16":
+        return args.export_dtype
+    rounding = trainer.weight_rounding.named(args.export_rounding, trainer.seed)
+    return f"{args.export_dtype}, rounded {rounding.text}"
