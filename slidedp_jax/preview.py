@@ -148,7 +148,7 @@ def _tokenizer(args: TrainArguments) -> tuple[Tokenizer | None, int | None]:
         vocab_size = read_config(folder).vocab_size if has_config else None
     except (FileNotFoundError, ImportError, ValueError) as error:
         raise UserError(str(error)) from error
-    if not (folder / "tokenizer.json").is_file() and args.chat_template_path is None:
+    if not (folder / "tokenizer.json").is_file():
         return None, vocab_size
     return load_tokenizer(folder, chat_template=args.chat_template_path), vocab_size
 

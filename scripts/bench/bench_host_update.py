@@ -195,6 +195,7 @@ class UpdateVariant:
     def __init__(self, form: KernelForm, block_size: int, sharding: Any):
         import optax
 
+        from slidedp_jax.state.weight_rounding import WeightRounding
         from slidedp_jax.update.elementwise import ElementwiseOptimizer
         from slidedp_jax.update.treatments import Treatments
         from slidedp_jax.update.update_kernel import UpdateKernels
@@ -212,7 +213,13 @@ class UpdateVariant:
         self.optimizer = optimizer
         self.sharding = sharding
         self.block_size = block_size
-        self.kernels = UpdateKernels(self.optimizer, sharding, block_size=block_size, form=form)
+        self.kernels = UpdateKernels(
+            self.optimizer,
+            sharding,
+            block_size=block_size,
+            form=form,
+            rounding=WeightRounding.of("dither", seed=0),
+        )
 
     def measure(self, args: argparse.Namespace, exchange: Exchange) -> dict[str, Any]:
         """Times on the full size, or on a short one for a form that is not worth more."""

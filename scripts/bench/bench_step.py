@@ -29,8 +29,6 @@ from bench_record import rss_gib
 import slidedp_jax
 from slidedp_jax.planner.strategy import Strategy
 
-PEAK_FLOPS_PER_S = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
-
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -187,6 +185,7 @@ def measure(
     import jax
     import numpy as np
 
+    from slidedp_jax.planner.hardware import preset_of_kind
     from slidedp_jax.planner.workload import BatchShape, Workload
 
     rng = np.random.default_rng(1)
@@ -221,8 +220,8 @@ def measure(
     )
     result["model_flops"] = work
     result["layer_flops_8n"] = 8.0 * tokens * config.num_hidden_layers * config.num_layer_parameters
-    peaks = [f for kind, f in PEAK_FLOPS_PER_S.items() if kind in device.device_kind]
-    result["peak_flops_per_s"] = trainer.num_devices * peaks[0] if peaks else None
+    own = preset_of_kind(device.device_kind)
+    result["peak_flops_per_s"] = own and trainer.num_devices * own.peak_flops_per_s
     result["num_parameters"] = config.num_parameters
     result["rss_gib"] = rss_gib()
     result["owned_bytes_per_parameter"] = trainer.store.owned_bytes / trainer.store.num_parameters

@@ -70,13 +70,12 @@ class StepBatch:
 
     Attributes:
       arrays: int32 [R, T] each: `input_ids`; `labels` (aligned with the inputs, -100 where nothing
-        is supervised; not shifted); `positions`, from 0 in each document; `segment_ids`, 0 for
-        padding and 1, 2, ... for a row's documents. Padding is on the right.
+        is supervised; not shifted); `positions`, from 0 in each document, 0 in padding; of packed
+        rows also `segment_ids`, 0 for padding and 1, 2, ... for a row's documents. Padding is on
+        the right, so that causal attention alone keeps a single document apart from it.
       row_ids: numbers of the input rows in it, batch row by batch row.
       num_tokens: tokens that are not padding.
       num_supervised_tokens: labels that are not -100.
-      one_document_per_row: no row holds a second document, so that causal attention alone keeps
-        documents apart (padding is on the right).
       epoch: epoch of its rows, from 0.
     """
 
@@ -84,7 +83,6 @@ class StepBatch:
     row_ids: list[int]
     num_tokens: int
     num_supervised_tokens: int
-    one_document_per_row: bool
     epoch: int
 
 
@@ -110,6 +108,7 @@ class BatchSource:
         step_size: StepSize | int,
         seed: int = 42,
         packing: bool = False,
+        most_documents_per_row: int | None = None,
         shuffle: bool = True,
         pad_id: int = 0,
         pad_to_multiple_of: int = 8,
@@ -122,6 +121,7 @@ class BatchSource:
           step_size: rows per step.
           seed: of the order, 0 to 2**32 - 1.
           packing: several documents per row, kept apart by segment ids.
+          most_documents_per_row: of packed rows; None: as many as fit.
           shuffle: False keeps the order of the examples (for evaluation).
           pad_id: fills `input_ids`; never supervised.
           pad_to_multiple_of: widths are multiples of it.
@@ -133,6 +133,10 @@ class BatchSource:
             raise UserError(f"the seed of the data order is {seed}; it must be 0 to 2**32 - 1")
         if pad_to_multiple_of < 1:
             raise UserError(f"pad_to_multiple_of is {pad_to_multiple_of}; it must be at least 1")
+        if most_documents_per_row is not None and most_documents_per_row < 1:
+            raise UserError(
+                f"most_documents_per_row is {most_documents_per_row}; it must be at least 1"
+            )
         longest = int(examples.lengths.max(initial=0))
         if not 0 < longest <= max_seq_length:
             raise UserError(
@@ -143,9 +147,11 @@ class BatchSource:
             StepSize(per_device=step_size) if isinstance(step_size, int) else step_size
         )
         self.examples = examples
-        self._plan = (
-            pack(examples.lengths, max_seq_length) if packing else one_per_row(len(examples))
-        )
+        self._plan = one_per_row(len(examples))
+        if packing:
+            self._plan = pack(
+                examples.lengths, max_seq_length, most_documents=most_documents_per_row
+            )
         self._packing = packing
         self._seed = seed
         self._shuffle = shuffle
@@ -249,17 +255,12 @@ class BatchSource:
                 positions[r, begin:end] = np.arange(end - begin)
                 segment_ids[r, begin:end] = segment
                 begin = end
+        arrays = {"input_ids": input_ids, "labels": labels, "positions": positions}
         return StepBatch(
-            arrays={
-                "input_ids": input_ids,
-                "labels": labels,
-                "positions": positions,
-                "segment_ids": segment_ids,
-            },
+            arrays=arrays | ({"segment_ids": segment_ids} if self._packing else {}),
             row_ids=[int(i) for i in self.examples.row_ids[np.concatenate(rows)]],
             num_tokens=sum(lengths),
             num_supervised_tokens=int(np.count_nonzero(labels != IGNORED)),
-            one_document_per_row=all(len(members) == 1 for members in rows),
             epoch=epoch,
         )
 

@@ -10,9 +10,10 @@ import pytest
 from runs import ROOT
 
 from slidedp_jax.cli import main as slidedp
+from slidedp_jax.errors import UserError
 from slidedp_jax.preview import DATA_FLAGS, main
 from slidedp_jax.run.arguments import FIELDS, parse_arguments
-from slidedp_jax.run.checks import _example_settings
+from slidedp_jax.run.checks import load_inputs
 from slidedp_jax.run.data_settings import example_settings
 
 ANSWERS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
@@ -146,11 +147,20 @@ def test_a_closed_pipe_is_no_error(words):
         assert process.stderr.read() == "" and process.wait(60) == 0
 
 
-def test_preview_and_training_read_rows_alike():
-    base = ["--model_name_or_path", "m", "--train_file", "f", "--output_dir", "o"]
+def test_preview_and_training_read_rows_alike(inputs, monkeypatch):
     extra = ["--max_seq_length", "77", "--loss_on", "all", "--over_long", "drop"]
     extra += ["--truncation_keep", "end", "--append_eos", "no", "--skip_bad_rows"]
     extra += ["--max_train_samples", "3", "--columns", '{"text": "t"}']
-    args = parse_arguments([*base, *extra, "--chat_template_kwargs", '{"a": 1}'])
-    assert example_settings(args) == _example_settings(args)
-    assert example_settings(args) != example_settings(parse_arguments(base))
+    extra += ["--chat_template_kwargs", '{"a": 1}', "--output_dir", "o"]
+    base = ["--model_name_or_path", str(inputs.model), "--train_file", str(inputs.rows)]
+    args, read = parse_arguments([*base, *extra]), []
+
+    def record(paths, tokenizer, settings, **_):
+        read.append(settings)
+        raise UserError("enough")
+
+    monkeypatch.setattr("slidedp_jax.pretrained.load_examples", record)
+    with pytest.raises(UserError, match="enough"):
+        load_inputs(args, 1)
+    assert read == [example_settings(args)]
+    assert read != [example_settings(parse_arguments([*base, "--output_dir", "o"]))]

@@ -19,6 +19,7 @@ from slidedp_jax.models.streamed import Stage
 from slidedp_jax.process import current_setup
 from slidedp_jax.state.host_store import HostStore
 from slidedp_jax.state.layout import block_groups_array, lay_out
+from slidedp_jax.state.weight_rounding import WeightRounding
 from slidedp_jax.transfer.routes import weight_path
 
 ADAMW = optax.adamw(1e-2)
@@ -40,7 +41,11 @@ GROUPS = {"first.a": 0, "first.b": 1, "first.c": 0, "second.a": 1, "second.d": 0
 
 
 def small_store(
-    num_pieces: int, state_dtypes=(jnp.float32, jnp.bfloat16), *, resident: bool = False
+    num_pieces: int,
+    state_dtypes=(jnp.float32, jnp.bfloat16),
+    *,
+    resident: bool = False,
+    rounding: str = "dither",
 ) -> HostStore:
     """Pieces of 16 or 32 elements, so that parameters begin and end anywhere in them."""
     compute, host = compute_and_host_devices()
@@ -52,6 +57,7 @@ def small_store(
         [state_dtypes],
         device_sharding=NamedSharding(mesh, PartitionSpec("data")),
         upload_low=True,
+        rounding=WeightRounding.of(rounding, seed=3),
     )
 
 
@@ -62,10 +68,11 @@ def any_floats(shape, seed):
     return np.where(np.isnan(values), np.float32(seed), values)
 
 
+@pytest.mark.parametrize("rounding", ["dither", "nearest"])
 @pytest.mark.parametrize("resident", [False, True])
 @pytest.mark.parametrize("num_pieces", [1, 3, 8])
-def test_what_is_written_is_read_back_across_pieces(num_pieces, resident):
-    store = small_store(num_pieces, resident=resident)
+def test_what_is_written_is_read_back_across_pieces(num_pieces, resident, rounding):
+    store = small_store(num_pieces, resident=resident, rounding=rounding)
     layout = store.layouts[0].parts[0]
     assert sum(layout.piece_size % slot.size for slot in layout.slots)
     written = {
