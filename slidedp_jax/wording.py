@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 
-def counted(number: int, what: str) -> str:
+def counted(number: int, one: str, several: str | None = None) -> str:
     """A number of things: `1 row`, `1,200 rows`.
 
     Args:
       number: how many.
-      what: one of them; an s is added for several.
+      one: of them.
+      several: of them; None adds an s.
     """
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
+    return f"{number:,} {one if number == 1 else several or one + 's'}"
 
 
 def short_count(number: float) -> str:

@@ -22,13 +22,14 @@ import yaml
 from slidedp_jax.compilation_cache import AUTO
 from slidedp_jax.data.example_settings import Keep, LossOn, OverLong
 from slidedp_jax.errors import UserError
+from slidedp_jax.planner.optimizers import (
+    WHOLE_PARAMETER_OPTIMIZERS as WHOLE_PARAMETER_OPTIMIZERS,
+)
+from slidedp_jax.planner.optimizers import OptimizerName
 from slidedp_jax.planner.strategy import GradientRoute, WeightRoute
 from slidedp_jax.state.weight_rounding import Rounding
 
 Scheduler = Literal["cosine", "linear", "constant", "constant_with_warmup"]
-Optimizer = Literal["adamw", "lion", "sgd", "adafactor", "muon"]
-WHOLE_PARAMETER_OPTIMIZERS = ("adafactor", "muon")
-"""Those whose update of a matrix reads all of it."""
 
 
 def _setting(group: str, text: str, default: Any = dataclasses.MISSING) -> Any:
@@ -79,7 +80,7 @@ class TrainArguments:
     gradient_accumulation_steps: int = _setting("training", "micro batches per step", 1)
     num_train_epochs: float = _setting("training", "passes over the data", 1.0)
     max_steps: int | None = _setting("training", "stop there, repeating epochs if need be", None)
-    optim: Optimizer = _setting("training", "adamw, lion, sgd, adafactor or muon", "adamw")
+    optim: OptimizerName = _setting("training", "adamw, lion, sgd, adafactor or muon", "adamw")
     learning_rate: float = _setting("training", "peak learning rate", 1e-5)
     lr_scheduler_type: Scheduler = _setting("training", "after the warm-up", "cosine")
     warmup_steps: int = _setting("training", "steps of linear warm-up", 0)
