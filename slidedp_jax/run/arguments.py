@@ -27,6 +27,7 @@ from slidedp_jax.planner.optimizers import (
 )
 from slidedp_jax.planner.optimizers import OptimizerName
 from slidedp_jax.planner.strategy import GradientRoute, WeightRoute
+from slidedp_jax.run.other_tools import CALLED_HERE, answer
 from slidedp_jax.state.weight_rounding import Rounding
 
 Scheduler = Literal["cosine", "linear", "constant", "constant_with_warmup"]
@@ -208,38 +209,6 @@ class TrainArguments:
             raise UserError(f"{name} is {getattr(self, name)!r}; it must be {allowed}")
 
 
-_ALIASES = {
-    "base_model": "model_name_or_path",
-    "model": "model_name_or_path",
-    "dataset": "train_file",
-    "max_length": "max_seq_length",
-    "cutoff_len": "max_seq_length",
-    "sequence_len": "max_seq_length",
-    "max_target_length": "max_seq_length",
-    "sample_packing": "packing",
-    "micro_batch_size": "per_device_train_batch_size",
-    "per_device_batch_size": "per_device_train_batch_size",
-    "batch_size": "per_device_train_batch_size",
-    "accumulation_steps": "gradient_accumulation_steps",
-    "num_epochs": "num_train_epochs",
-    "steps": "max_steps",
-    "lr": "learning_rate",
-    "optimizer": "optim",
-    "lr_scheduler": "lr_scheduler_type",
-    "max_norm": "max_grad_norm",
-    "clip_grad_norm": "max_grad_norm",
-    "gradient_clipping_threshold": "max_grad_norm",
-    "max_samples": "max_train_samples",
-    "bf16": "dtype",
-    "torch_dtype": "dtype",
-    "assistant_only_loss": "loss_on",
-    "completion_only_loss": "loss_on",
-    "train_on_inputs": "loss_on",
-    "eval_file": "validation_file",
-    "keep_last_n_checkpoints": "save_total_limit",
-    "export_dir": "output_dir",
-}
-
 _HINTS = typing.get_type_hints(TrainArguments)
 FIELDS = {f.name: f for f in dataclasses.fields(TrainArguments)}
 
@@ -313,10 +282,21 @@ def help_text() -> str:
 
 def help_lines(names: Sequence[str]) -> list[str]:
     """A line for each of these settings."""
-    return [
-        f"  --{name:<30}{FIELDS[name].metadata['help']}{_default_text(FIELDS[name])}"
-        for name in names
-    ]
+    return [f"  --{name:<30}{_meaning(name)}{_default_text(FIELDS[name])}" for name in names]
+
+
+def _meaning(name: str) -> str:
+    """What a setting is, and what it can be."""
+    text: str = FIELDS[name].metadata["help"]
+    missing = [str(choice) for choice in _choices(name) if str(choice) not in text]
+    return f"{text}: {', '.join(map(str, _choices(name)))}" if missing else text
+
+
+def _choices(name: str) -> tuple[Any, ...]:
+    """The values of a Literal, also where null is allowed beside them; none for others."""
+    hint = _HINTS[name]
+    parts = (hint, *typing.get_args(hint))
+    return next((typing.get_args(p) for p in parts if typing.get_origin(p) is Literal), ())
 
 
 def _default_text(f: dataclasses.Field[Any]) -> str:
@@ -363,9 +343,12 @@ def _from_file(path: pathlib.Path) -> dict[str, Any]:
 def _known(name: str, where: str) -> str:
     if name in FIELDS:
         return name
-    if name in _ALIASES:
-        raise UserError(f"unknown {where}{name}; here it is called {_ALIASES[name]}")
-    near = difflib.get_close_matches(name, FIELDS, n=3, cutoff=0.5)
+    lower = name.lower()
+    if (ours := CALLED_HERE.get(lower)) is not None:
+        raise UserError(f"unknown {where}{name}; here it is called {ours} ({_meaning(ours)})")
+    if (text := answer(lower)) is not None:
+        raise UserError(f"unknown {where}{name}; {text}")
+    near = difflib.get_close_matches(lower, FIELDS, n=3, cutoff=0.65)
     hint = f"did you mean {' or '.join(near)}?" if near else "see --help for all settings"
     raise UserError(f"unknown {where}{name}; {hint}")
 
