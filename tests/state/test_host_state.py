@@ -231,7 +231,7 @@ def bytes_of_tables(layout, rounding) -> int:
 
 def test_tables_of_a_real_shape_are_below_a_thousandth():
     names = [f"part.{number}" for number in range(9)]
-    matrices = stage("layer", **{name: (2560, 9728) for name in names}, norm=(2560,))
+    matrices = stage("layer", **dict.fromkeys(names, (2560, 9728)), norm=(2560,))
     groups = dict.fromkeys([f"layer.{name}" for name in [*names, "norm"]], 0)
     layout = lay_out("layer", [matrices], groups, block_size=4096, num_pieces=15).parts[0]
     tables = bytes_of_tables(layout, WeightRounding.of("dither", seed=0))
