@@ -36,19 +36,23 @@ class Completion:
         """Price of those hours on all devices."""
         if self.price_per_device_hour is None:
             return None
-        return self.hours(plan) * plan.hardware.num_devices * self.price_per_device_hour
+        return self.hours(plan) * plan.job.hardware.num_devices * self.price_per_device_hour
 
 
 def plan_as_dict(plan: Plan, completion: Completion | None = None) -> dict[str, Any]:
     """Everything in a plan as dicts, lists, numbers and strings; SI units, named in the keys."""
+    job = plan.job
     result: dict[str, Any] = {
-        "model": {"name": plan.workload.name, "num_parameters": plan.workload.num_parameters},
-        "batch": asdict(plan.batch) | {"num_tokens": plan.batch.num_tokens},
-        "hardware": asdict(plan.hardware)
-        | {"pinned_pool_limit_bytes": plan.hardware.pinned_pool_limit_bytes},
-        "optimizer_state_bytes": plan.optimizer_state_bytes,
-        "device_budget_bytes": plan.device_budget_bytes,
-        "host_budget_bytes": plan.host_budget_bytes,
+        "model": {
+            "name": job.workload.name,
+            "num_parameters": job.workload.num_parameters,
+        },
+        "batch": asdict(job.batch) | {"num_tokens": job.batch.num_tokens},
+        "hardware": asdict(job.hardware)
+        | {"pinned_pool_limit_bytes": job.hardware.pinned_pool_limit_bytes},
+        "optimizer_state_bytes": job.optimizer_state_bytes,
+        "device_budget_bytes": job.device_budget_bytes,
+        "host_budget_bytes": job.host_budget_bytes,
         "chosen": _alternative_as_dict(plan.chosen),
         "runners_up": [_alternative_as_dict(other) for other in plan.runners_up],
         "rejected": [_rejected_as_dict(other) for other in plan.rejected],
@@ -108,14 +112,16 @@ def plan_as_text(plan: Plan, completion: Completion | None = None) -> str:
 def notes(plan: Plan) -> list[str]:
     """What the user should know beside the figures."""
     found = []
-    hardware, strategy, memory = plan.hardware, plan.strategy, plan.chosen.memory
+    job, hardware = plan.job, plan.job.hardware
+    strategy, memory = plan.strategy, plan.chosen.memory
     if not hardware.provenance.startswith("measured"):
         found.append(
-            f"the figures of {hardware.name} are not measured ({hardware.provenance}): expect "
-            "larger errors than on hardware that was"
+            f"the figures of {hardware.name} are not measured: expect larger errors than on "
+            "hardware that was"
         )
-    if memory.pinned_pool_bytes > hardware.pinned_pool_limit_bytes:
-        need = -(-memory.pinned_pool_bytes // GIB)
+    pool = 0.0 if hardware.unified_memory else memory.pinned_pool_bytes
+    if pool > hardware.pinned_pool_limit_bytes:
+        need = -(-pool // GIB)
         found.append(
             f"page-locked gradients need a pool of {need:.0f} GiB, above its limit of "
             f"{hardware.pinned_pool_limit_bytes / GIB:.0f} GiB: set "
@@ -124,21 +130,21 @@ def notes(plan: Plan) -> list[str]:
     found += [
         f"{limit.name}: the plan needs {size_text(limit.need_bytes)}, "
         f"{size_text(limit.have_bytes)} can be had now: it must not become less"
-        for limit in plan.limits(memory)
+        for limit in job.limits(memory)
     ]
     rows = hardware.num_devices * strategy.num_microbatches * strategy.rows_per_microbatch
-    if rows != plan.batch.num_rows:
+    if rows != job.batch.num_rows:
         found.append(
-            f"{plan.batch.num_rows} rows per step leave {rows - plan.batch.num_rows} of {rows} "
+            f"{job.batch.num_rows} rows per step leave {rows - job.batch.num_rows} of {rows} "
             "places to filler rows, which cost time"
         )
     return found
 
 
 def _heading(plan: Plan) -> list[str]:
-    batch, hardware = plan.batch, plan.hardware
+    batch, hardware = plan.job.batch, plan.job.hardware
     return [
-        f"{plan.workload.name}, {batch.num_rows} rows x {batch.seq_length} = "
+        f"{plan.job.workload.name}, {batch.num_rows} rows x {batch.seq_length} = "
         f"{batch.num_tokens:,} tokens per step",
         f"on {hardware.num_devices} x {hardware.name} ({hardware.provenance})",
     ]
@@ -147,7 +153,7 @@ def _heading(plan: Plan) -> list[str]:
 def _strategy_lines(plan: Plan) -> list[str]:
     strategy = plan.strategy
     chunks = chunk_stages(
-        plan.workload, strategy.layers_per_chunk, strategy.block_size, strategy.num_host_devices
+        plan.job.workload, strategy.layers_per_chunk, strategy.block_size, strategy.num_host_devices
     )
     values = asdict(strategy)
     lines = [f"strategy ({len(chunks.layers)} layer chunks)"]
@@ -155,12 +161,12 @@ def _strategy_lines(plan: Plan) -> list[str]:
 
 
 def _memory_lines(plan: Plan, memory: MemoryUse) -> list[str]:
-    per_parameter = memory.host_bytes / plan.workload.num_parameters
+    per_parameter = memory.host_bytes / plan.job.workload.num_parameters
     return [
         f"memory of each device: {size_text(memory.device_bytes)} of "
-        f"{size_text(plan.device_budget_bytes)}, most in phase {memory.device_phase}",
+        f"{size_text(plan.job.device_budget_bytes)}, most in phase {memory.device_phase}",
         *_parts(memory.device),
-        f"host memory: {size_text(memory.host_bytes)} of {size_text(plan.host_budget_bytes)}, "
+        f"host memory: {size_text(memory.host_bytes)} of {size_text(plan.job.host_budget_bytes)}, "
         f"{per_parameter:.1f} bytes per parameter",
         *_parts(memory.host),
     ]

@@ -56,15 +56,17 @@ class Rejected:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(Job):
-    """What to run and what to expect: a job and what was found for it.
+class Plan:
+    """What to run and what to expect.
 
     Attributes:
+      job: what it was found for.
       chosen: the strategy to run.
       runners_up: the next best that fit, best first.
       rejected: potentially faster ones that do not fit, the most promising first.
     """
 
+    job: Job
     chosen: Alternative
     runners_up: tuple[Alternative, ...]
     rejected: tuple[Rejected, ...]
@@ -182,7 +184,7 @@ def _as_plan(
     job: Job, ranked: list[Alternative], misfits: list[tuple[Strategy, MemoryUse]]
 ) -> Plan:
     return Plan(
-        **{name: getattr(job, name) for name in Job.__dataclass_fields__},
+        job=job,
         chosen=ranked[0],
         runners_up=tuple(ranked[1 : 1 + NUM_RUNNERS_UP]),
         rejected=_most_promising(job, misfits, ranked[0].time.step_s),
@@ -274,7 +276,7 @@ def _check_request(
     ):
         if not 0 < budget <= size:
             problems.append(
-                f"{name} is {size_text(budget)}; {hardware.name} leaves a run {size_text(size)}, "
+                f"{name} is {size_text(budget)}; a run on {hardware.name} has {size_text(size)}, "
                 "use more than 0 and at most that"
             )
     if resident_state and choices.gradient_route == "host_sum":

@@ -364,6 +364,7 @@ def open_trainer(
         strategy=_inference_strategy(config, dtype, current_setup().num_host_devices),
         parameters=lambda write: load_parameters(folder, config.parameter_shapes(), write),
         max_grad_norm=None,
+        weight_rounding="nearest",  # as others do what a folder in float32 holds
         kernel_form="whole",
         num_devices=num_devices,
         inference_only=True,

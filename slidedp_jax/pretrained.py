@@ -10,6 +10,7 @@ Importing this imports no JAX.
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 from collections.abc import Callable, Sequence
@@ -33,6 +34,7 @@ from slidedp_jax.models.hf_config import read_config
 from slidedp_jax.models.hf_export import export
 from slidedp_jax.models.hf_hub import resolve_model_folder
 from slidedp_jax.models.hf_load import check_folder, load_parameters
+from slidedp_jax.state.weight_rounding import Rounding, WeightRounding
 
 if TYPE_CHECKING:
     from slidedp_jax.models.streamed import StreamedModel
@@ -126,6 +128,7 @@ class Pretrained:
         folder: str | os.PathLike[str],
         *,
         dtype: str = "bfloat16",
+        rounding: Rounding | None = None,
         averaged: bool = False,
     ) -> None:
         """Write the trainer's weights as a Hugging Face folder with this one's other files.
@@ -134,23 +137,40 @@ class Pretrained:
           trainer: of this model; pending updates are waited for.
           folder: must not exist, or be empty; appears complete or not at all.
           dtype: "bfloat16", "float16" or "float32".
+          rounding: to bfloat16, "dither" or "nearest"; None: the trainer's, which gives the very
+            weights that a forward pass in bfloat16 uses.
           averaged: the moving averages instead; needs `ema_decay`.
 
         Raises:
-          UserError: the folder holds something, or no average is kept.
+          UserError: the folder holds something, no average is kept, or `rounding` is none, or not
+            one of that dtype.
         """
+        own = _export_rounding(trainer, dtype, rounding)
         with trainer.gate.reading() as reader:
+            read = reader.read_average if averaged else reader.read
+            if dtype == "bfloat16":
+                read = functools.partial(reader.read_rounded, rounding=own, averaged=averaged)
             try:
                 export(
                     pathlib.Path(folder),
                     self.folder,
                     self.config.parameter_shapes(),
-                    reader.read_average if averaged else reader.read,
+                    read,
                     dtype=dtype,
                     chat_template=self.chat_template,
                 )
             except (FileExistsError, ValueError) as error:
                 raise UserError(str(error)) from error
+
+
+def _export_rounding(trainer: Trainer, dtype: str, rounding: Rounding | None) -> WeightRounding:
+    try:
+        own = trainer.weight_rounding.named(rounding, trainer.seed)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    if rounding == "dither" and dtype != "bfloat16":
+        raise UserError(f"rounding='dither' is for bfloat16, dtype is {dtype!r}; drop one of them")
+    return own
 
 
 def from_pretrained(

@@ -23,6 +23,12 @@ from slidedp_jax.planner.strategy import Strategy
 from slidedp_jax.process import current_setup
 from slidedp_jax.state.model_chunks import trained_shapes
 from slidedp_jax.state.starting_state import Parameters, check_parameters
+from slidedp_jax.state.weight_rounding import (
+    DEFAULT_ROUNDING,
+    Rounding,
+    WeightRounding,
+    check_rounding,
+)
 from slidedp_jax.step.batch import PreparedBatch, prepare
 from slidedp_jax.step.in_flight import StepOutputs
 from slidedp_jax.step.metrics import StepMetrics, loss_sum, mean_loss
@@ -56,7 +62,13 @@ class Trainer:
         they are and have no gradients, no optimizer state and no part in the norm.
       ema_decay: keep a moving average of the weights in host memory, 4 bytes per parameter
         (`slidedp_jax.update.average`); None for none.
-      seed: of the starting weights where `parameters` is None, and of dropout.
+      weight_rounding: how fp32 masters become the bf16 weights that compute. "dither" rounds each
+        up or down by a fixed threshold of its own, so that steps far below a bf16 digit count at
+        once; "nearest" as mixed precision elsewhere (`state.weight_rounding`). None: "dither", and
+        a restored checkpoint's. A checkpoint holds masters: with another one stated, training goes
+        on from it with that. In fp32 compute it decides exports alone.
+      seed: of the starting weights where `parameters` is None, of dropout, and of the dither; there
+        a restored checkpoint's.
       max_grad_norm: limit of the global gradient norm, exact; None for none.
       on_nonfinite: "stop" at a step with a non-finite gradient norm, or "skip" it.
       max_loss: steps with a larger loss are treated in the same way; None for no limit.
@@ -84,6 +96,7 @@ class Trainer:
         parameters: Parameters | None = None,
         frozen: Sequence[str] = (),
         ema_decay: float | None = None,
+        weight_rounding: Rounding | None = None,
         seed: int = 0,
         max_grad_norm: float | None = 1.0,
         on_nonfinite: NonfinitePolicy = "stop",
@@ -103,17 +116,21 @@ class Trainer:
         check_policy(strategy.update_policy, max_grad_norm, guard)
         check_parameters(parameters)
         check_form(kernel_form)
+        if weight_rounding is not None:
+            check_rounding(weight_rounding)
         self.model = model
         self.strategy = strategy
         self._inference_only = inference_only
         self._documents_per_row = documents_per_row
-        self._seed = seed
+        self.seed = seed
         devices, host_devices = current_setup().devices()
         self._devices = _first(devices, num_devices)
         treatments = Treatments(optimizer, trained_shapes(model, frozen), ema_decay=ema_decay)
         _warn_of_whole_parameters(treatments)
         settings = Settings(
             parameters=parameters,
+            rounding=WeightRounding.of(weight_rounding or DEFAULT_ROUNDING, seed),
+            rounding_is_stated=weight_rounding is not None,
             seed=seed,
             max_grad_norm=max_grad_norm,
             guard=guard,
@@ -267,6 +284,11 @@ class Trainer:
         """Form of the update kernel in use."""
         return self.gate.kernel_form
 
+    @property
+    def weight_rounding(self) -> WeightRounding:
+        """How masters become the weights that compute."""
+        return self.gate.rounding
+
     def parameters(self) -> dict[str, np.ndarray]:
         """All master weights, float32 copies by full name; waits for pending updates."""
         with self.gate.reading() as reader:
@@ -340,7 +362,7 @@ class Trainer:
             rows_per_microbatch=self.strategy.rows_per_microbatch,
             most_microbatches=self.strategy.num_microbatches if training else None,
             documents_per_row=self._documents_per_row,
-            seed_and_step=(self._seed, self.gate.version + 1) if draws else None,
+            seed_and_step=(self.seed, self.gate.version + 1) if draws else None,
             token_arrays=self.model.token_arrays,
         )
 

@@ -23,6 +23,7 @@ from slidedp_jax.compilation_cache import AUTO
 from slidedp_jax.data.example_settings import Keep, LossOn, OverLong
 from slidedp_jax.errors import UserError
 from slidedp_jax.planner.strategy import GradientRoute, WeightRoute
+from slidedp_jax.state.weight_rounding import Rounding
 
 Scheduler = Literal["cosine", "linear", "constant", "constant_with_warmup"]
 Optimizer = Literal["adamw", "lion", "sgd", "adafactor", "muon"]
@@ -50,6 +51,11 @@ class TrainArguments:
     )
     dtype: Literal["bfloat16", "float32"] = _setting(
         "model", "of forward and backward; master weights are always float32", "bfloat16"
+    )
+    weight_rounding: Rounding | None = _setting(
+        "model",
+        "of float32 masters to bfloat16: dither or nearest; null: dither, or as before",
+        None,
     )
 
     validation_file: list[str] = _setting("data", "files whose loss is measured", [])
@@ -132,6 +138,9 @@ class TrainArguments:
     export_dtype: Literal["bfloat16", "float16", "float32"] = _setting(
         "output", "of the exported weights", "bfloat16"
     )
+    export_rounding: Rounding | None = _setting(
+        "output", "of an export in bfloat16: dither or nearest; null: as trained", None
+    )
     sample_prompts: list[str] = _setting("output", "greedy samples before and after", [])
     sample_max_new_tokens: int = _setting("output", "length of the samples", 48)
 
@@ -169,6 +178,11 @@ class TrainArguments:
             raise UserError(
                 "resident_state needs gradients that the devices sum: drop gradient_route host_sum "
                 "or resident_state"
+            )
+        if self.export_rounding == "dither" and self.export_dtype != "bfloat16":
+            raise UserError(
+                f"export_rounding dither is for exports in bfloat16, export_dtype is "
+                f"{self.export_dtype}; drop one of them"
             )
         if not self.train_file:
             raise UserError("train_file is empty; give at least one file")

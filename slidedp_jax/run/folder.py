@@ -51,6 +51,8 @@ _MAY_CHANGE = frozenset(
         "disable_tqdm",
         "export",
         "export_dtype",
+        "export_rounding",
+        "weight_rounding",
         "sample_prompts",
         "sample_max_new_tokens",
         "on_nonfinite",

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 import slidedp_jax
+from slidedp_jax.checkpoint.record import ROUNDING
 from slidedp_jax.checkpoint.save_restore import keep_last
 from slidedp_jax.generate import encode_prompt, generate
 from slidedp_jax.planner.hardware import size_text
@@ -23,14 +24,15 @@ from slidedp_jax.planner.workload import BatchShape, Workload
 from slidedp_jax.process import current_setup
 from slidedp_jax.run.arguments import TrainArguments
 from slidedp_jax.run.checks import RunInputs
-from slidedp_jax.run.export import export_run
+from slidedp_jax.run.export import export_run, export_text
 from slidedp_jax.run.folder import RunFolder
 from slidedp_jax.run.learning_rate import learning_rate
 from slidedp_jax.run.optimizers import make_optimizer
 from slidedp_jax.run.progress import LoadProgress, Progress
 from slidedp_jax.run.record import IN_CHECKPOINT, essential
-from slidedp_jax.run.resume import Resumption, planned_for, xla_flags
+from slidedp_jax.run.resume import Resumption, planned_for, rounding_to_begin_with, xla_flags
 from slidedp_jax.state.starting_state import TO_BE_RESTORED
+from slidedp_jax.state.weight_rounding import Rounding
 from slidedp_jax.trainer import Trainer
 
 EXIT_INTERRUPTED = 130
@@ -120,6 +122,8 @@ class Run:
             parameters=read_weights if load else TO_BE_RESTORED,
             frozen=args.freeze,
             ema_decay=args.ema_decay,
+            weight_rounding=self._rounding(load=load),
+            seed=args.seed,
             max_grad_norm=args.clip,
             on_nonfinite=args.on_nonfinite,
             max_loss=args.max_loss,
@@ -137,6 +141,12 @@ class Run:
             flush=True,
         )
         return trainer
+
+    def _rounding(self, *, load: bool) -> Rounding | None:
+        """What was asked for; without a checkpoint, what decided bits where they are repeated."""
+        if not load:
+            return self._args.weight_rounding
+        return rounding_to_begin_with(self._folder.previous, self._args)
 
     def _loop(self, trainer: Trainer, first_step: int) -> bool:
         """Steps until the end or a signal; whether the end was reached."""
@@ -174,11 +184,11 @@ class Run:
         self._timed.append((batch.num_tokens, seconds))
         self._tokens_seen += batch.num_tokens
         self._skipped += skipped
-        num_devices = self._plan.hardware.num_devices
+        num_devices = self._plan.job.hardware.num_devices
         flops = self._workload.model_flops_per_step(
             BatchShape(num_rows=len(arrays["input_ids"]), seq_length=arrays["input_ids"].shape[1])
         )
-        peak = self._plan.hardware.peak_flops_per_s * num_devices
+        peak = self._plan.job.hardware.peak_flops_per_s * num_devices
         return {
             "step": step,
             "epoch": round(self._inputs.source.epochs_after(), 4),
@@ -243,7 +253,7 @@ class Run:
         if self._args.export:
             export_run(trainer, self._folder, self._inputs.pretrained, self._args)
         self._folder.succeeded()
-        self._summary()
+        self._summary(trainer)
         return 0
 
     def _sample(self, trainer: Trainer, when: str) -> None:
@@ -262,7 +272,7 @@ class Run:
             text = tokenizer.decode(output, skip_special_tokens=True)
             print(f"sample {when}: {prompt!r} -> {text!r}", flush=True)
 
-    def _summary(self) -> None:
+    def _summary(self, trainer: Trainer) -> None:
         print(f"done: {self._inputs.num_steps} steps, {self._tokens_seen:,} tokens seen")
         timed = self._timed[1:] or self._timed
         if timed:
@@ -279,7 +289,8 @@ class Run:
         print(f"  checkpoints: {self._folder.checkpoints}")
         print(f"  metrics:     {self._folder.metrics}")
         if self._args.export:
-            print(f"  model:       {self._folder.export}")
+            how = export_text(trainer.weight_rounding, self._args)
+            print(f"  model:       {self._folder.export} ({how})")
             if self._args.ema_decay is not None:
                 print(f"  averaged:    {self._folder.export_ema}")
 
@@ -292,6 +303,7 @@ class Run:
             "xla_flags": xla_flags(),
             "configuration": dataclasses.asdict(self._inputs.pretrained.config),
             "kernel_form": trainer.kernel_form,
+            ROUNDING: trainer.weight_rounding.record(),
             "data": dataclasses.asdict(self._inputs.report),
             "versions": {
                 "slidedp_jax": slidedp_jax.__version__,

@@ -17,6 +17,7 @@ from slidedp_jax.planner.strategy import Strategy
 from slidedp_jax.state.host_store import HostStore
 from slidedp_jax.state.layout import ChunkLayout
 from slidedp_jax.state.pinned_memory import check_pinned_limit, reserve_pinned
+from slidedp_jax.state.weight_rounding import WeightRounding
 
 
 class ToBeRestored:
@@ -41,6 +42,7 @@ def make_state(
     device_sharding: NamedSharding,
     *,
     parameters: Parameters | None,
+    rounding: WeightRounding,
     seed: int,
     for_training: bool,
 ) -> HostStore:
@@ -54,7 +56,8 @@ def make_state(
       host_devices: CPU devices over which the state is sharded.
       device_sharding: over the compute devices.
       parameters: starting weights; None for the model's initial values.
-      seed: of those.
+      rounding: how masters become the weights that compute.
+      seed: of the model's initial values.
       for_training: make page-locked memory for gradients.
 
     Raises:
@@ -70,6 +73,7 @@ def make_state(
         state_dtypes,
         device_sharding=device_sharding,
         upload_low=strategy.compute_dtype == "float32",
+        rounding=rounding,
     )
     try:
         with ThreadPoolExecutor(1) as pool:
