@@ -5,6 +5,7 @@ from __future__ import annotations
 from slidedp_jax.pretrained import Pretrained
 from slidedp_jax.run.arguments import TrainArguments
 from slidedp_jax.run.folder import RunFolder
+from slidedp_jax.state.weight_rounding import WeightRounding
 from slidedp_jax.trainer import Trainer
 from slidedp_jax.whole_files import UNFINISHED, remove_whole
 
@@ -15,7 +16,7 @@ def export_run(
     trainer: Trainer, folder: RunFolder, pretrained: Pretrained, args: TrainArguments
 ) -> None:
     """Write `export/` and, where an average is kept, `export_ema/`, unless they are there."""
-    content = f"{trainer.step_count} {export_text(trainer, args)}"
+    content = f"{trainer.step_count} {export_text(trainer.weight_rounding, args)}"
     targets = {folder.export: False}
     if args.ema_decay is not None:
         targets[folder.export_ema] = True
@@ -36,9 +37,9 @@ def export_run(
         fresh.rename(path)
 
 
-def export_text(trainer: Trainer, args: TrainArguments) -> str:
-    """In words, which numbers an export holds."""
+def export_text(rounding: WeightRounding, args: TrainArguments) -> str:
+    """In words, which numbers an export of a run with that rounding holds."""
     if args.export_dtype != "bfloat16":
         return args.export_dtype
-    rounding = trainer.weight_rounding.named(args.export_rounding, trainer.seed)
-    return f"{args.export_dtype}, rounded {rounding.text}"
+    own = rounding.named(args.export_rounding, args.seed)
+    return f"{args.export_dtype}, rounded {own.text}"

@@ -289,7 +289,7 @@ class Run:
         print(f"  checkpoints: {self._folder.checkpoints}")
         print(f"  metrics:     {self._folder.metrics}")
         if self._args.export:
-            how = export_text(trainer, self._args)
+            how = export_text(trainer.weight_rounding, self._args)
             print(f"  model:       {self._folder.export} ({how})")
             if self._args.ema_decay is not None:
                 print(f"  averaged:    {self._folder.export_ema}")

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 
+import slidedp_jax.run.loop  # noqa: F401  or the command imports it while `_never` is in its place
 from slidedp_jax import this_machine
 from slidedp_jax.planner.host_memory import available_host_memory
 from slidedp_jax.run.lock import RunLock
