@@ -320,6 +320,7 @@ class Trainer:
             documents_per_row=self._documents_per_row,
             seed_and_step=(self._seed, self.gate.version + 1) if draws else None,
             token_arrays=self.model.token_arrays,
+            shifted=self.model.shift_labels,
         )
 
     def _place(self, microbatches: Sequence[Mapping[str, Any]]) -> list[dict[str, jax.Array]]:

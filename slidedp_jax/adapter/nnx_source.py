@@ -14,9 +14,9 @@ from flax import nnx
 from slidedp_jax.adapter.paths import layer_nodes, named_leaves
 from slidedp_jax.adapter.source import (
     Key,
+    NamedTree,
     Source,
     Tree,
-    check_names,
     like,
     one_per_layer,
     shape_of,
@@ -50,22 +50,26 @@ def from_nnx(
             shared.append((fn, split, same[0]))
         layer_fns.append(same[0])
 
+    named = NamedTree(whole.tree)
+
     def write_back(parameters: Mapping[str, np.ndarray]) -> nnx.Module:
-        check_names(parameters, variables)
-        new = [
-            like(parameters[name], variables[name].get_raw_value())
-            for name in named_leaves(whole.tree)
-        ]
-        nnx.update(model, jax.tree.unflatten(jax.tree.structure(whole.tree), new))
+        old = {name: variable.get_raw_value() for name, variable in variables.items()}
+        new = {name: like(values, old[name]) for name, values in parameters.items()}
+        nnx.update(model, named.tree({**old, **new}))
         return model
 
+    def of_whole(fn: Callable[..., Any], what: str) -> Callable[..., Any]:
+        run = whole.wrap(fn, what)
+        return lambda values, *rest: run(named.tree(values), *rest)
+
     return Source(
-        tree=whole.tree,
+        shapes=named.shapes,
         value=lambda name: variables[name].get_raw_value(),
         layers=tuple((path, split.tree) for (path, _), split in zip(nodes, splits, strict=True)),
-        embed=whole.wrap(embed, "embed"),
+        embed=of_whole(embed, "embed"),
         layer_fns=tuple(layer_fns),
-        head_loss=whole.wrap(head_loss, "head_loss"),
+        head_loss=of_whole(head_loss, "head_loss"),
+        whole=lambda fn: lambda values, batch: fn(whole.merged(named.tree(values), None), batch),
         write_back=write_back,
     )
 
@@ -106,15 +110,20 @@ class Split:
 
         def call(tree: Tree, *arguments: Any) -> Any:
             *rest, key = arguments
-            module = self._merge(tree, key)
-            if self._dropout and key is None:
-                module.eval()
+            module = self.merged(tree, key)
             before = _values(module)
             result = fn(module, *rest)
             self._check_unchanged(before, _values(module), what, drawn=key is not None)
             return result
 
         return call
+
+    def merged(self, tree: Tree, key: Key) -> nnx.Module:
+        """The module around some values; without a key, one with dropout draws nothing."""
+        module = self._merge(tree, key)
+        if self._dropout and key is None:
+            module.eval()
+        return module
 
     def _merge(self, tree: Tree, key: Key) -> nnx.Module:
         own, treedef = jax.tree.flatten(self._keys)

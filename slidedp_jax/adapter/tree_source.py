@@ -10,10 +10,10 @@ import numpy as np
 
 from slidedp_jax.adapter.paths import layer_nodes, named_leaves
 from slidedp_jax.adapter.source import (
+    NamedTree,
     Rows,
     Source,
     Tree,
-    check_names,
     like,
     one_per_layer,
     shape_of,
@@ -47,22 +47,28 @@ def from_tree(
         shared.setdefault((fn, _structure(node)), _with_key(fn))
         for fn, (_, node) in zip(fns, nodes, strict=True)
     )
-    names = named_leaves(tree)
+    named = NamedTree(tree)
 
     def write_back(parameters: Mapping[str, np.ndarray]) -> Tree:
-        check_names(parameters, names)
-        new = [like(parameters[name], old) for name, old in names.items()]
-        return jax.tree.unflatten(jax.tree.structure(tree), new)
+        new = {name: like(values, named.leaves[name]) for name, values in parameters.items()}
+        return named.tree({**named.leaves, **new})
 
     return Source(
-        tree=jax.tree.map(shape_of, tree),
-        value=names.__getitem__,
+        shapes=named.shapes,
+        value=named.leaves.__getitem__,
         layers=tuple((path, jax.tree.map(shape_of, node)) for path, node in nodes),
-        embed=_with_key(embed),
+        embed=_of_tree(named, embed),
         layer_fns=layer_fns,
-        head_loss=_with_key(head_loss),
+        head_loss=_of_tree(named, head_loss),
+        whole=lambda fn: lambda values, batch: fn(named.tree(values), batch),
         write_back=write_back,
     )
+
+
+def _of_tree(named: NamedTree, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of the whole tree as one of its leaves by name."""
+    run = _with_key(fn)
+    return lambda values, *rest: run(named.tree(values), *rest)
 
 
 def _with_key(fn: Callable[..., Any]) -> Callable[..., Any]:
