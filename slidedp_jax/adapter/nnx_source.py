@@ -15,6 +15,7 @@ from slidedp_jax.adapter.paths import layer_nodes, named_leaves
 from slidedp_jax.adapter.source import (
     Key,
     NamedTree,
+    Rows,
     Source,
     Tree,
     like,
@@ -22,6 +23,7 @@ from slidedp_jax.adapter.source import (
     shape_of,
 )
 from slidedp_jax.errors import UserError
+from slidedp_jax.jax_internals import passed_through
 
 
 def from_nnx(
@@ -103,17 +105,23 @@ class Split:
         )
 
     def wrap(self, fn: Callable[..., Any], what: str) -> Callable[..., Any]:
-        """`fn(module, ...)` as a function of (tree, ..., key) that may change no state.
+        """`fn(module, ..., batch)` as a function of (tree, ..., batch, key) that changes no state.
 
         Without a key, a model with dropout runs as `module.eval()` sets it.
         """
+        harmless: dict[bool, set[Any]] = {True: set(), False: set()}
 
         def call(tree: Tree, *arguments: Any) -> Any:
             *rest, key = arguments
             module = self.merged(tree, key)
             before = _values(module)
             result = fn(module, *rest)
-            self._check_unchanged(before, _values(module), what, drawn=key is not None)
+            changed = _replaced(before, _values(module)) - harmless[key is None]
+            if changed:
+                # Lifted transforms (nnx.remat, nnx.jit) replace what they do not change.
+                found = _changed(self.merged(tree, key), fn, rest)
+                self._check_unchanged({p: found[p] for p in changed & found.keys()}, what, key)
+                harmless[key is None] |= changed - found.keys()
             return result
 
         return call
@@ -137,16 +145,12 @@ class Split:
         keys = jax.tree.unflatten(treedef, streams)
         return nnx.merge(self._graph, _union(_union(tree, rest), _union(keys, counts)))
 
-    def _check_unchanged(
-        self, before: dict[Any, Any], after: dict[Any, Any], what: str, *, drawn: bool
-    ) -> None:
-        changed = [
-            path for path in after if path not in before or after[path][1] is not before[path][1]
-        ]
-        draws = [path for path in changed if issubclass(after[path][0], nnx.RngState)]
+    def _check_unchanged(self, changed: Mapping[Any, type], what: str, key: Key) -> None:
+        """`changed`: type of each variable that changes, by path."""
+        draws = [path for path, kind in changed.items() if issubclass(kind, nnx.RngState)]
         others = [path for path in changed if path not in draws]
         if others:
-            listed = ", ".join(f"{'.'.join(map(str, p))} ({after[p][0].__name__})" for p in others)
+            listed = ", ".join(f"{'.'.join(map(str, p))} ({changed[p].__name__})" for p in others)
             raise UserError(
                 f"{what} changed the module's state while running: {listed}. Streamed layers are "
                 "computed twice and on several devices, so nothing but parameters may change, and "
@@ -154,7 +158,7 @@ class Split:
                 "RMSNorm for BatchNorm, or model.eval() to freeze them), call the layer without a "
                 "cache, and sow nothing (a layer returns a loss of its own as (x, aux))"
             )
-        if draws and not drawn and not self._dropout:
+        if draws and key is None and not self._dropout:
             listed = ", ".join(".".join(map(str, path)) for path in draws)
             raise UserError(
                 f"{what} draws random numbers ({listed}). Pass dropout=True to adapt(), so that "
@@ -199,6 +203,38 @@ def _values(module: nnx.Module) -> dict[Any, tuple[type, Any]]:
         path: (type(leaf), leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf)
         for path, leaf in nnx.to_flat_state(nnx.state(module))
     }
+
+
+def _replaced(before: dict[Any, Any], after: dict[Any, Any]) -> set[Any]:
+    """Paths of variables that hold another object than before, or are new."""
+    return {path for path in after if path not in before or after[path][1] is not before[path][1]}
+
+
+def _changed(
+    module: nnx.Module, fn: Callable[..., Any], arguments: Sequence[Any]
+) -> dict[Any, type]:
+    """Type of each variable that holds another value after `fn(module, *arguments)`, by path.
+
+    What calls hand back as they were given it is known from the traced program.
+    """
+    graph, state = nnx.split(module)
+    paths = [path for path, _ in nnx.to_flat_state(state)]
+    leaves, treedef = jax.tree.flatten(state)
+    assert len(paths) == len(leaves)
+    kinds: dict[Any, type] = {}
+
+    def run(leaves: Any, before: Any, batch: Any) -> list[Any]:
+        module = nnx.merge(graph, jax.tree.unflatten(treedef, leaves))
+        fn(module, *before, Rows(batch))
+        after = _values(module)
+        kinds.update({path: kind for path, (kind, _) in after.items()})
+        return [value for _, value in after.values()]
+
+    *before, batch = arguments
+    program = jax.make_jaxpr(run)(leaves, before, dict(batch))
+    known = {path: number for number, path in enumerate(paths)}
+    origins = zip(kinds.items(), passed_through(program), strict=True)
+    return {path: kind for (path, kind), origin in origins if origin != known.get(path, -1)}
 
 
 def _union(left: Any, right: Any) -> Any:
