@@ -292,13 +292,53 @@ def inputs_read(program: Any) -> list[bool]:
     Raises:
       RuntimeError: this version of JAX has no such function.
     """
+    return _needed(program)[1]
+
+
+def _needed(program: Any) -> tuple[Jaxpr, list[bool]]:
+    """A traced program without what none of its results needs, and which inputs are left of it."""
     try:
         from jax.interpreters.partial_eval import dce_jaxpr
     except ImportError as error:
         raise _changed("jax.interpreters.partial_eval.dce_jaxpr") from error
     jaxpr = jaxpr_of(program)
-    _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-    return list(used)
+    needed, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    return needed, list(used)
+
+
+DRAWS = frozenset({"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"})
+"""Names of primitives that make random numbers. Of one by another name it would not be noticed that
+its numbers are the same in each step."""
+
+
+def draws_from_constants(program: Any, keys: Sequence[bool]) -> bool:
+    """Whether results of a traced program need random numbers from a key that is made within it.
+
+    Args:
+      program: from `jax.make_jaxpr`.
+      keys: which of its inputs are keys.
+    """
+    needed, used = _needed(program)
+
+    def within(jaxpr: Jaxpr, given: Sequence[bool]) -> bool:
+        from_keys = {var for var, is_given in zip(jaxpr.invars, given, strict=True) if is_given}
+        for equation in jaxpr.eqns:
+            own = [not hasattr(atom, "val") and atom in from_keys for atom in equation.invars]
+            if any(own):
+                from_keys.update(equation.outvars)
+            elif equation.primitive.name in DRAWS:
+                return True
+            called = called_program(equation)
+            if called is not None:
+                if within(called[0], own):
+                    return True
+            elif any(
+                within(inner, [any(own)] * len(inner.invars)) for inner in inner_programs(equation)
+            ):
+                return True
+        return False
+
+    return within(needed, [is_key for is_key, is_used in zip(keys, used, strict=True) if is_used])
 
 
 def passed_through(program: Any) -> list[int | None]:

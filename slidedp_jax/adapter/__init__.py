@@ -6,6 +6,7 @@
 | `source.py` | what every kind of model is brought to |
 | `nnx_source.py`, `tree_source.py` | Flax NNX modules; pytrees, Flax Linen's among them |
 | `paths.py` | places in a model and parameter names |
+| `stacked.py` | layers that lie in a model as one, taken apart |
 | `claims.py` | which stage reads which parameter, read off the traced functions |
 | `hidden_states.py` | what layers hand on, as the one array that the runtime hands on |
 | `stages.py` | the stages of parameters and functions that the runtime streams |

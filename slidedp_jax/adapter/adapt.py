@@ -23,7 +23,9 @@ from slidedp_jax.adapter.claims import claim, example_batch
 from slidedp_jax.adapter.loss_check import check_sum_over_rows
 from slidedp_jax.adapter.made_up import as_functions_see_it, moved_weights, random_rows
 from slidedp_jax.adapter.nnx_source import from_nnx
+from slidedp_jax.adapter.paths import Layers
 from slidedp_jax.adapter.source import Rows, Source
+from slidedp_jax.adapter.stacked import looks_stacked
 from slidedp_jax.adapter.stages import streamed_model
 from slidedp_jax.adapter.tree_source import from_tree
 from slidedp_jax.errors import UserError
@@ -124,7 +126,7 @@ class Adapted:
 def adapt(
     model: Any,
     *,
-    layers: str | Sequence[str],
+    layers: Layers,
     embed: Callable[..., Any],
     layer: Callable[..., Any] | Sequence[Callable[..., Any]],
     head_loss: Callable[..., jax.Array],
@@ -152,8 +154,9 @@ def adapt(
     Args:
       model: a Flax NNX module, or a pytree of arrays; only their shapes matter if the trainer is
         given the starting weights.
-      layers: path of the list of layers in the model (`"layers"`, `"decoder.blocks"`), or one
-        path per layer, bottom first.
+      layers: path of the list of layers in the model (`"layers"`, `"decoder.blocks"`);
+        `slidedp_jax.Stacked("layers")` where each array there holds all layers (nn.scan, nnx.vmap);
+        or a list of paths of layers and of stacks, bottom first.
       embed: (model, batch) -> hidden states [B, T, D], or a dict of arrays [B, T, ...] where layers
         hand more than that to the layers above; these travel in one dtype.
       layer: (layer, x, batch) -> x, or one such function per layer. Layers that are equal but for
@@ -170,8 +173,9 @@ def adapt(
         they are not trained, and `write_back` leaves them as they are.
       dropout: the model draws random numbers in training. It does so row by row, from keys that
         depend on seed, step, row and layer (`slidedp_jax.adapter.randomness`): an NNX module finds
-        them in its own `nnx.Rngs`, functions over a pytree in `batch["key"]`. Evaluation draws
-        nothing: modules run as `eval()` sets them, and there is no `batch["key"]`.
+        them in its own `nnx.Rngs`, and all functions in `batch["key"]`, from which they can make
+        what a call is handed (`nnx.Rngs(dropout=batch["key"])`). Evaluation draws nothing: modules
+        run as `eval()` sets them, and there is no `batch["key"]`.
       packed: every batch has `segment_ids`.
       shift_labels: position t predicts label t + 1. False: the label at t is what t predicts, for a
         model that shifts its inputs itself, masked tokens, or targets of your own.
@@ -197,11 +201,18 @@ def adapt(
         source = from_nnx(model, **parts, dropout=dropout)
     else:
         source = from_tree(model, **parts)
+    _warn_of_one_stack(source)
     left_out = _matching(unused, source)
     _check_dtypes(source)
     arrays = _token_arrays(token_arrays or {})
     batch = example_batch(1, tokens_per_row, packed=packed, token_arrays=arrays)
     claims = claim(source, batch, dropout=dropout, unused=left_out)
+    if dropout and not any(claims.draws):
+        _LOG.warning(
+            "dropout=True, but neither embed, layer nor head_loss draws random numbers: pass the "
+            "model rngs made of batch['key'], or give it modules in training mode with rates "
+            "above 0"
+        )
     streamed = replace(
         streamed_model(source, claims, vocab_size=vocab_size, unused=left_out),
         random=dropout,
@@ -220,6 +231,20 @@ def adapt(
     if whole_loss is not None:
         adapted.check(whole_loss)
     return adapted
+
+
+def _warn_of_one_stack(source: Source) -> None:
+    if len(source.layers) == 1 and looks_stacked(source.layers[0][1]):
+        path, tree = source.layers[0]
+        _LOG.warning(
+            "the one layer at %s is made of arrays whose first dimensions are all %d: if these are "
+            "%d layers, pass layers=slidedp_jax.Stacked(%r); as one they are all on the device at "
+            "once",
+            path,
+            jax.tree.leaves(tree)[0].shape[0],
+            jax.tree.leaves(tree)[0].shape[0],
+            path,
+        )
 
 
 def _matching(patterns: Sequence[str], source: Source) -> frozenset[str]:

@@ -117,7 +117,7 @@ class _Comparison:
         apart = {n: _distance(marks[n], whole_marks[n], whole_norm) for n in marks}
         wrong = [name for name, distance in apart.items() if not distance <= 10 * self._rtol]
         if wrong:
-            raise UserError(_of_gradients(wrong, marks, whole_marks))
+            raise UserError(self._of_gradients(wrong, marks, whole_marks, stages.hidden))
         return Agreement(
             loss=loss,
             whole_loss=whole,
@@ -147,6 +147,24 @@ class _Comparison:
             )
         return f"{said}. {self._place(hidden)}"
 
+    def _of_gradients(
+        self,
+        wrong: list[str],
+        marks: Mapping[str, np.ndarray],
+        whole_marks: Mapping[str, np.ndarray],
+        hidden: list[jax.Array],
+    ) -> str:
+        listed = ", ".join(
+            f"{name} (norm {marks[name][0]:.4g}, whole model {whole_marks[name][0]:.4g})"
+            for name in wrong[:5]
+        )
+        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        return (
+            f"the stages give the loss of the whole model but other gradients, of {listed}{more}. "
+            f"{self._place(hidden)}. If values agree everywhere, one side stops a gradient that "
+            "the other does not"
+        )
+
     def _place(self, hidden: list[jax.Array]) -> str:
         """Where values part: after the last stage whose hidden states the whole model has too."""
         size = hidden[0].size
@@ -158,7 +176,7 @@ class _Comparison:
             return jnp.stack([_nearest(found, own) for own in hidden])
 
         apart = np.asarray(distances(self._values, self._batch, hidden))
-        same = [number for number, distance in enumerate(apart) if distance <= 10 * self._rtol]
+        same = [number for number, distance in enumerate(apart) if distance <= self._rtol]
         names = ["embed", *(stage.name for stage in self._model.layers), "head_loss"]
         if not same:
             return (
@@ -292,22 +310,6 @@ def _nearest(found: list[jax.Array], own: jax.Array) -> jax.Array:
     size = jnp.linalg.norm(own)
     distances = [jnp.linalg.norm(x.astype(jnp.float32).reshape(-1) - own) / size for x in found]
     return jnp.min(jnp.stack(distances)) if distances else jnp.float32(jnp.inf)
-
-
-def _of_gradients(
-    wrong: list[str],
-    marks: Mapping[str, np.ndarray],
-    whole_marks: Mapping[str, np.ndarray],
-) -> str:
-    listed = ", ".join(
-        f"{name} (norm {marks[name][0]:.4g}, whole model {whole_marks[name][0]:.4g})"
-        for name in wrong[:5]
-    )
-    more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-    return (
-        f"the stages give the loss of the whole model but other gradients, of {listed}{more}. One "
-        "side stops a gradient that the other does not, or uses a parameter once more"
-    )
 
 
 def _check_scalar(program: Any) -> None:

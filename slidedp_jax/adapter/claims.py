@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +14,9 @@ from slidedp_jax.adapter.hidden_states import HiddenStates
 from slidedp_jax.adapter.paths import named_leaves
 from slidedp_jax.adapter.randomness import IMPLEMENTATION
 from slidedp_jax.adapter.source import Rows, Source
+from slidedp_jax.adapter.stacked import looks_stacked
 from slidedp_jax.errors import UserError
-from slidedp_jax.jax_internals import inputs_read
+from slidedp_jax.jax_internals import draws_from_constants, inputs_read
 from slidedp_jax.models.streamed import Stage
 
 
@@ -71,15 +73,16 @@ def claim(source: Source, batch: Rows, *, dropout: bool, unused: Set[str]) -> Cl
     """
     leading = batch["input_ids"].shape
     of_layer = Rows(batch, layer_index=jax.ShapeDtypeStruct((), jnp.int32))
-    embed = trace(source.embed, dict(source.shapes), (batch,), dropout)
+    embed = trace("embed", source.embed, dict(source.shapes), (batch,), dropout)
     hidden, states = HiddenStates(embed.result, leading), embed.result
     traced: dict[Any, Traced] = {}
     layers: list[Traced] = []
     in_layers: dict[str, bool] = {}
     for (path, tree), fn in zip(source.layers, source.layer_fns, strict=True):
+        what = f"layer at {path}"
         if fn not in traced:
-            traced[fn] = trace(fn, tree, (states, of_layer), dropout)
-            what = f"layer at {path}"
+            with _noting(source, path):
+                traced[fn] = trace(what, fn, tree, (states, of_layer), dropout)
             hidden.check(_without_aux(traced[fn].result, what), leading, what)
         layers.append(traced[fn])
         own = Stage(name=path, shapes=tree).parameter_names()
@@ -87,7 +90,7 @@ def claim(source: Source, batch: Rows, *, dropout: bool, unused: Set[str]) -> Cl
             name: inner in traced[fn].reads
             for name, inner in zip(own, named_leaves(tree), strict=True)
         }
-    head = trace(source.head_loss, dict(source.shapes), (states, batch), dropout)
+    head = trace("head_loss", source.head_loss, dict(source.shapes), (states, batch), dropout)
     _check_loss(head.result)
     _check_claims(set(source.shapes), in_layers, embed.reads, head.reads, unused)
     own_of_head = head.reads - embed.reads
@@ -120,8 +123,14 @@ def example_batch(
     return batch
 
 
-def trace(fn: Callable[..., Any], tree: Any, arguments: tuple[Any, ...], dropout: bool) -> Traced:
-    """What `fn(tree, *arguments, key)` reads and returns; nothing is computed."""
+def trace(
+    what: str, fn: Callable[..., Any], tree: Any, arguments: tuple[Any, ...], dropout: bool
+) -> Traced:
+    """What `fn(tree, *arguments, key)` reads and returns; nothing is computed.
+
+    Raises:
+      UserError: it draws random numbers that would be the same in each step.
+    """
     names = list(named_leaves(tree))
     leaves, treedef = jax.tree.flatten(tree)
     key = jax.ShapeDtypeStruct((2,), jnp.uint32)
@@ -134,6 +143,13 @@ def trace(fn: Callable[..., Any], tree: Any, arguments: tuple[Any, ...], dropout
     *before, batch = arguments
     closed, result = jax.make_jaxpr(flat, return_shape=True)(key, leaves, *before, dict(batch))
     used = inputs_read(closed)
+    if draws_from_constants(closed, [number == 0 for number in range(len(used))]):
+        raise UserError(
+            f"{what} draws random numbers from a key that it makes itself, such as nnx.Rngs(0) or "
+            "jax.random.key(0): they would be the same in every layer, row and step. With "
+            "dropout=True draw from batch['key'] (nnx.Rngs(dropout=batch['key'])); numbers that "
+            "shall always be the same are drawn outside the function"
+        )
     reads = {name for name, read in zip(names, used[1:], strict=False) if read}
     of_batch = used[len(used) - len(batch) :]
     return Traced(
@@ -142,6 +158,30 @@ def trace(fn: Callable[..., Any], tree: Any, arguments: tuple[Any, ...], dropout
         draws=dropout and used[0],
         result=result,
     )
+
+
+@contextlib.contextmanager
+def _noting(source: Source, path: str) -> Iterator[None]:
+    """What a user's layer raises says for which layer it was called."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        error.add_note(_about_layers(source, path))
+        raise
+
+
+def _about_layers(source: Source, path: str) -> str:
+    paths = [path for path, _ in source.layers]
+    listed = ", ".join(paths[:4]) + (", ..." if len(paths) > 4 else "")
+    note = f"slidedp_jax called layer for {path}; layers= gives {len(paths)} layers: {listed}."
+    if looks_stacked([tree for _, tree in source.layers]):
+        note += (
+            " All their arrays have the same first dimension: if that is the number of layers, "
+            "these are parts of stacked layers. Pass layers=slidedp_jax.Stacked(path of them all)."
+        )
+    return note
 
 
 def _without_aux(result: Any, what: str) -> Any:

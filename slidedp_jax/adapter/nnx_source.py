@@ -11,17 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from slidedp_jax.adapter.paths import layer_nodes, named_leaves
+from slidedp_jax.adapter.paths import Layers, layer_nodes, named_leaves
 from slidedp_jax.adapter.source import (
     Key,
     NamedTree,
     Rows,
     Source,
     Tree,
-    like,
     one_per_layer,
     shape_of,
 )
+from slidedp_jax.adapter.stacked import Stack
 from slidedp_jax.errors import UserError
 from slidedp_jax.jax_internals import passed_through
 
@@ -29,35 +29,45 @@ from slidedp_jax.jax_internals import passed_through
 def from_nnx(
     model: nnx.Module,
     *,
-    layers: str | Sequence[str],
+    layers: Layers,
     embed: Callable[..., jax.Array],
     layer: Callable[..., Any] | Sequence[Callable[..., Any]],
     head_loss: Callable[..., jax.Array],
     dropout: bool,
 ) -> Source:
     """An NNX module; see `slidedp_jax.adapter.adapt`."""
-    nodes = layer_nodes(model, layers, _is_layer)
-    fns = one_per_layer(layer, len(nodes))
-    _refuse_shared(model, nodes)
+    found = layer_nodes(model, layers, _is_layer)
+    _refuse_shared(model, [(path, node) for path, node, _ in found])
     whole = Split(model, dropout)
     variables = dict(_parameters(model))
     assert variables.keys() == named_leaves(whole.tree).keys()
-    splits = [Split(node, dropout) for _, node in nodes]
+    splits: list[tuple[str, Split]] = []
+    stacks = []
+    for path, node, place in found:
+        if place is None:
+            splits.append((path, Split(node, dropout)))
+            continue
+        stack = Stack(place, nnx.to_pure_dict(nnx.state(node, nnx.Param)))
+        stacks.append(stack)
+        apart = enumerate(stack.names(path))
+        splits += [(name, Split(node, dropout, (stack, number))) for number, name in apart]
+    fns = one_per_layer(layer, len(splits))
     shared: list[tuple[Any, Split, Callable[..., Any]]] = []
     layer_fns = []
-    for fn, split in zip(fns, splits, strict=True):
+    for fn, (_, split) in zip(fns, splits, strict=True):
         same = [made for f, other, made in shared if f is fn and other.equals(split)]
         if not same:
             same = [split.wrap(fn, "layer")]
             shared.append((fn, split, same[0]))
         layer_fns.append(same[0])
 
-    named = NamedTree(whole.tree)
+    named = NamedTree(whole.tree, stacks)
+
+    def held() -> dict[str, Any]:
+        return {name: variable.get_raw_value() for name, variable in variables.items()}
 
     def write_back(parameters: Mapping[str, np.ndarray]) -> nnx.Module:
-        old = {name: variable.get_raw_value() for name, variable in variables.items()}
-        new = {name: like(values, old[name]) for name, values in parameters.items()}
-        nnx.update(model, named.tree({**old, **new}))
+        nnx.update(model, named.of_leaves(named.written(parameters, held())))
         return model
 
     def of_whole(fn: Callable[..., Any], what: str) -> Callable[..., Any]:
@@ -66,8 +76,8 @@ def from_nnx(
 
     return Source(
         shapes=named.shapes,
-        value=lambda name: variables[name].get_raw_value(),
-        layers=tuple((path, split.tree) for (path, _), split in zip(nodes, splits, strict=True)),
+        value=lambda name: named.value(name, held()),
+        layers=tuple((path, split.tree) for path, split in splits),
         embed=of_whole(embed, "embed"),
         layer_fns=tuple(layer_fns),
         head_loss=of_whole(head_loss, "head_loss"),
@@ -79,15 +89,23 @@ def from_nnx(
 class Split:
     """A module's structure, the shapes of its parameters, and the rest of its state as constants.
 
+    Args:
+      module: the module.
+      dropout: whether it draws random numbers.
+      layer: a stack and the number of a layer in it, if the module is a stack of which this is one.
+
     Attributes:
       tree: `jax.ShapeDtypeStruct` of each `nnx.Param`, nested as in the module.
     """
 
-    def __init__(self, module: nnx.Module, dropout: bool):
+    def __init__(self, module: nnx.Module, dropout: bool, layer: tuple[Stack, int] | None = None):
         graph, parameters, *others = nnx.split(module, nnx.Param, nnx.RngKey, nnx.RngCount, ...)
-        keys, counts, rest = others
         self._graph: nnx.GraphDef[nnx.Module] = graph
-        self.tree: Tree = jax.tree.map(shape_of, nnx.to_pure_dict(parameters))
+        if layer is not None:
+            others = [jax.tree.map(lambda leaf: _of_layer(leaf, *layer), part) for part in others]
+        shape = shape_of if layer is None else layer[0].shape
+        self.tree: Tree = jax.tree.map(shape, nnx.to_pure_dict(parameters))
+        keys, counts, rest = others
         self._keys = jax.tree.map(_key_constant, nnx.to_pure_dict(keys))
         self._counts = jax.tree.map(_count, nnx.to_pure_dict(counts))
         self._rest = jax.tree.map(_constant, nnx.to_pure_dict(rest))
@@ -113,6 +131,8 @@ class Split:
 
         def call(tree: Tree, *arguments: Any) -> Any:
             *rest, key = arguments
+            if key is not None:
+                rest[-1] = Rows(rest[-1], key=key)
             module = self.merged(tree, key)
             before = _values(module)
             result = fn(module, *rest)
@@ -186,6 +206,19 @@ def _key_constant(key: Any) -> Any:
 
 def _count(value: Any) -> np.ndarray:
     return np.asarray(value) if isinstance(value, jax.Array) else np.zeros((), value.dtype)
+
+
+def _of_layer(value: Any, stack: Stack, number: int) -> Any:
+    """One layer's part of a state that is no parameter: stacked along its first axis."""
+    if not value.shape or value.shape[0] != stack.num_layers:
+        raise UserError(
+            f"the stack at {stack.path} holds {stack.num_layers} layers and a state of shape "
+            f"{tuple(value.shape)} and {value.dtype} that is no nnx.Param; such a state must be "
+            "stacked along its first axis. Keep constants out of the layers' variables"
+        )
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(value.shape[1:], value.dtype)
+    return value[number]
 
 
 def _constant(value: Any) -> np.ndarray:

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from slidedp_jax.adapter.paths import named_leaves
+from slidedp_jax.adapter.stacked import Stack, StackedLeaves
 from slidedp_jax.errors import UserError
 from slidedp_jax.models.streamed import Batch
 
@@ -55,20 +56,43 @@ class Source:
 
 
 class NamedTree:
-    """A tree of parameters by name, and back.
+    """A tree of parameters by name, and back; layers that are stacked are parameters each.
 
     Attributes:
+      leaves: of the tree by name, as they were.
       shapes: of the parameters by name.
     """
 
-    def __init__(self, tree: Tree):
+    def __init__(self, tree: Tree, stacks: Sequence[Stack] = ()):
         self.leaves = named_leaves(tree)
-        self.shapes = {name: shape_of(leaf) for name, leaf in self.leaves.items()}
         self._structure = jax.tree.structure(tree)
+        self._stacked = StackedLeaves(self.leaves, stacks)
+        self.shapes = {name: self._stacked.shape(name) for name in self._stacked.parts()}
 
     def tree(self, values: Values) -> Tree:
         """The user's tree around some values."""
-        return jax.tree.unflatten(self._structure, [values[name] for name in self.leaves])
+        leaves = [self._stacked.leaf(name, values) for name in self.leaves]
+        return jax.tree.unflatten(self._structure, leaves)
+
+    def value(self, name: str, leaves: Values) -> Any:
+        """A parameter, of the leaves as they are now."""
+        return self._stacked.value(name, leaves)
+
+    def written(self, masters: Mapping[str, np.ndarray], leaves: Values) -> dict[str, Any]:
+        """The leaves with masters in them, each as the kind of array that it was."""
+        new = dict(leaves)
+        for name, parts in self._stacked.names.items():
+            if not masters.keys().isdisjoint(parts):
+                values = {
+                    part: masters[part] if part in masters else self.value(part, leaves)
+                    for part in parts
+                }
+                new[name] = like(self._stacked.leaf(name, values), leaves[name])
+        return new
+
+    def of_leaves(self, leaves: Values) -> Tree:
+        """The user's tree around other leaves."""
+        return jax.tree.unflatten(self._structure, [leaves[name] for name in self.leaves])
 
 
 class Rows(dict[str, Any]):

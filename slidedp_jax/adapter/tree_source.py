@@ -8,16 +8,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from slidedp_jax.adapter.paths import layer_nodes, named_leaves
+from slidedp_jax.adapter.paths import Layers, Stacked, layer_nodes, named_leaves
 from slidedp_jax.adapter.source import (
     NamedTree,
     Rows,
     Source,
     Tree,
-    like,
     one_per_layer,
     shape_of,
 )
+from slidedp_jax.adapter.stacked import Stack
 from slidedp_jax.errors import UserError
 
 _LINEN_STATE = {"batch_stats", "cache", "intermediates", "losses"}
@@ -26,7 +26,7 @@ _LINEN_STATE = {"batch_stats", "cache", "intermediates", "losses"}
 def from_tree(
     tree: Tree,
     *,
-    layers: str | Sequence[str],
+    layers: Layers,
     embed: Callable[..., jax.Array],
     layer: Callable[..., Any] | Sequence[Callable[..., Any]],
     head_loss: Callable[..., jax.Array],
@@ -39,30 +39,46 @@ def from_tree(
             "only parameters are trained. Pass variables['params'], and use layers without such "
             "state (LayerNorm or RMSNorm for BatchNorm, no cache)"
         )
-    nodes = layer_nodes(tree, layers, lambda node: hasattr(node, "shape"))
-    fns = one_per_layer(layer, len(nodes))
+    found = layer_nodes(tree, layers, lambda node: hasattr(node, "shape"))
     _refuse_shared(tree)
+    stacks = [Stack(place, node) for _, node, place in found if place is not None]
+    named = NamedTree(tree, stacks)
+    nodes = _apart(found, stacks)
+    fns = one_per_layer(layer, len(nodes))
     shared: dict[Any, Callable[..., Any]] = {}
     layer_fns = tuple(
         shared.setdefault((fn, _structure(node)), _with_key(fn))
         for fn, (_, node) in zip(fns, nodes, strict=True)
     )
-    named = NamedTree(tree)
 
     def write_back(parameters: Mapping[str, np.ndarray]) -> Tree:
-        new = {name: like(values, named.leaves[name]) for name, values in parameters.items()}
-        return named.tree({**named.leaves, **new})
+        return named.of_leaves(named.written(parameters, named.leaves))
 
     return Source(
         shapes=named.shapes,
-        value=named.leaves.__getitem__,
-        layers=tuple((path, jax.tree.map(shape_of, node)) for path, node in nodes),
+        value=lambda name: named.value(name, named.leaves),
+        layers=tuple(nodes),
         embed=_of_tree(named, embed),
         layer_fns=layer_fns,
         head_loss=_of_tree(named, head_loss),
         whole=lambda fn: lambda values, batch: fn(named.tree(values), batch),
         write_back=write_back,
     )
+
+
+def _apart(
+    found: Sequence[tuple[str, Tree, Stacked | None]], stacks: Sequence[Stack]
+) -> list[tuple[str, Tree]]:
+    """Path and shapes of each layer, those of stacks one by one."""
+    nodes, left = [], iter(stacks)
+    for path, node, place in found:
+        if place is None:
+            nodes.append((path, jax.tree.map(shape_of, node)))
+        else:
+            stack = next(left)
+            own = jax.tree.map(stack.shape, node)
+            nodes += [(name, own) for name in stack.names(path)]
+    return nodes
 
 
 def _of_tree(named: NamedTree, fn: Callable[..., Any]) -> Callable[..., Any]:
