@@ -30,6 +30,7 @@ from slidedp_jax.jax_internals import (
     bytes_of_pieces,
     called_program,
     cuda_capability,
+    draws_from_constants,
     inner_programs,
     inputs_read,
     is_fused_attention,
@@ -383,6 +384,28 @@ def test_what_a_program_reads_is_seen_through_calls_loops_and_branches():
         return first + looped + branched + jnp.zeros_like(shape_alone)
 
     assert inputs_read(jax.make_jaxpr(program)(*[1.0] * 5)) == [True, False, True, True, False]
+
+
+@pytest.mark.parametrize("implementation", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_random_numbers_of_a_key_made_within_a_program_are_known(implementation):
+    def own(key, x):
+        inner = jax.random.key(0, impl=implementation)
+        return jax.checkpoint(lambda x: x + jax.random.uniform(inner, x.shape))(x)
+
+    def given(key, x):
+        key = jax.random.fold_in(jax.random.wrap_key_data(key, impl=implementation), 3)
+        return jax.lax.fori_loop(0, 2, lambda i, x: x + jax.random.normal(key, x.shape), x)
+
+    def unread(key, x):
+        jax.random.normal(jax.random.key(0, impl=implementation), x.shape)
+        return x
+
+    data = jax.random.key_data(jax.random.key(0, impl=implementation))
+    found = [
+        draws_from_constants(jax.make_jaxpr(program)(data, jnp.ones(3)), [True, False])
+        for program in (own, given, unread, lambda key, x: given(key, own(key, x)))
+    ]
+    assert found == [True, False, False, True]
 
 
 def test_results_that_are_arguments_are_known_through_calls():

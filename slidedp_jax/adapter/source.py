@@ -104,6 +104,7 @@ class Rows(dict[str, Any]):
             "read batch.get('segment_ids'), or pass packed=True to adapt() if all have them",
             "key": "random numbers are drawn only in training and with dropout=True; read "
             "batch.get('key')",
+            "layer_index": "only layer has an index",
             "labels": "read batch['targets']: the labels, already shifted by one",
         }
         raise UserError(
