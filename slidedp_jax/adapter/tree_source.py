@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax.core import meta
 
 from slidedp_jax.adapter.paths import Layers, Stacked, layer_nodes, named_leaves
 from slidedp_jax.adapter.source import (
@@ -39,6 +40,7 @@ def from_tree(
             "only parameters are trained. Pass variables['params'], and use layers without such "
             "state (LayerNorm or RMSNorm for BatchNorm, no cache)"
         )
+    _check_leaves(tree)
     found = layer_nodes(tree, layers, lambda node: hasattr(node, "shape"))
     _refuse_shared(tree)
     stacks = [Stack(place, node) for _, node, place in found if place is not None]
@@ -100,6 +102,24 @@ def _with_key(fn: Callable[..., Any]) -> Callable[..., Any]:
 def _structure(node: Tree) -> Any:
     shapes = tuple((leaf.shape, leaf.dtype) for leaf in map(shape_of, jax.tree.leaves(node)))
     return jax.tree.structure(node), shapes
+
+
+def _check_leaves(tree: Tree) -> None:
+    """Arrays or shapes, and nothing around them."""
+    boxes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, meta.AxisMetadata))
+    if any(isinstance(box, meta.AxisMetadata) for box in boxes):
+        raise UserError(
+            "the parameters lie in boxes of flax.linen (with_logical_partitioning, "
+            "with_partitioning); pass flax.linen.unbox(params), which is what the model takes too"
+        )
+    for name, leaf in named_leaves(tree).items():
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            raise UserError(
+                f"{name} is no array but a {type(leaf).__name__}; a tree of parameters holds "
+                "arrays alone. Of an Equinox module pass the arrays, "
+                "`arrays, rest = eqx.partition(model, eqx.is_inexact_array)`, and let the functions "
+                "put them together: `eqx.combine(arrays, rest)`"
+            )
 
 
 def _refuse_shared(tree: Tree) -> None:

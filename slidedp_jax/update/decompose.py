@@ -18,7 +18,7 @@ import optax
 
 from slidedp_jax.errors import UserError
 from slidedp_jax.update.leaf_programs import LeafProgram, leaf_programs, owners_of
-from slidedp_jax.update.state_meaning import StateMeaning, digest, leaf_names
+from slidedp_jax.update.state_meaning import StateMeaning, digest, hyperparameters, leaf_names
 
 
 class DecomposedOptimizer:
@@ -150,9 +150,13 @@ class DecomposedOptimizer:
     ) -> StateMeaning:
         state = jax.eval_shape(self._transformation.init, dict(params))
         named: dict[str | None, list[str]] = {name: [] for name in (None, *params)}
-        for owner, name in zip(owners_of(state, params), leaf_names(state), strict=True):
+        owners = owners_of(state, params)
+        for owner, name in zip(owners, leaf_names(state), strict=True):
             named[owner].append(name)
+        free, scheduled = hyperparameters(state, owners)
         return StateMeaning(
+            hyperparameters=free,
+            scheduled=scheduled,
             names={name: tuple(named[name]) for name in params},
             programs={name: digest(programs[name].state_text) for name in params},
             shared=tuple(named[None]),

@@ -1,5 +1,6 @@
 """Models that do not fit are refused with what was found and what to change."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -205,6 +206,13 @@ def test_plain_trees_that_do_not_fit():
     tree = pytree()
     del tree["w"]
     refused(tree, "no parameter of its own", **no_norm)
+
+
+def test_leaves_that_are_no_arrays():
+    layers = [{"w": jnp.ones(4), "rate": 0.5}, {"w": jnp.ones(4), "rate": 0.5}]
+    refused(pytree(layers=layers), r"layers\.0\.rate is no array but a float.*eqx", **TREE_PARTS)
+    boxed = nn.LogicallyPartitioned(jnp.ones(4), ("embed",))
+    refused(pytree(w=boxed), r"boxes of flax\.linen.*unbox\(params\)", **TREE_PARTS)
 
 
 def test_weights_that_do_not_belong_are_not_written_back():
