@@ -117,8 +117,8 @@ def _check_leaves(tree: Tree) -> None:
             raise UserError(
                 f"{name} is no array but a {type(leaf).__name__}; a tree of parameters holds "
                 "arrays alone. Of an Equinox module pass the arrays, "
-                "`arrays, rest = eqx.partition(model, eqx.is_inexact_array)`, and let the functions "
-                "put them together: `eqx.combine(arrays, rest)`"
+                "`arrays, rest = eqx.partition(model, eqx.is_inexact_array)`, and let the "
+                "functions put them together: `eqx.combine(arrays, rest)`"
             )
 
 
