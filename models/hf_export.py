@@ -74,8 +74,8 @@ def export(
       folder: where to write; must not exist, or be empty.
       source_folder: the Hugging Face folder that training started from.
       shapes: full name -> shape of every parameter.
-      read: full name -> float32 array of that shape.
-      dtype: one of `EXPORT_DTYPES`; values are rounded to nearest, ties to even.
+      read: full name -> array of that shape, in float32 or already in `dtype`.
+      dtype: one of `EXPORT_DTYPES`; float32 values are rounded to nearest, ties to even.
       max_shard_bytes: weight files are split so that none holds more tensor bytes than this, unless
         a single tensor does.
       chat_template: Jinja text that replaces the source's template, or None.

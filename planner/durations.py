@@ -50,12 +50,12 @@ class ChunkDurations:
     forward_s: float
     backward_s: float
     executed_flops: float
-    upload_s: float
-    upload_bytes: float
-    download_s: float
-    download_bytes: float
-    update_s: float
-    update_bytes: float
+    upload_s: float = 0.0
+    upload_bytes: float = 0.0
+    download_s: float = 0.0
+    download_bytes: float = 0.0
+    update_s: float = 0.0
+    update_bytes: float = 0.0
     stays: bool = False
 
 
@@ -81,31 +81,18 @@ def chunk_durations(
     )
     costs = _Costs(workload, chunks, batch, strategy, hardware, optimizer_state_bytes)
     first_kept = len(chunks.layers) - strategy.kept_chunks
+    resident = strategy.resident_chunks
     layers = [
-        costs.layers(chunk, kept=index >= first_kept, last=chunk is chunks.layers[-1])
+        costs.layers(
+            chunk,
+            kept=index >= first_kept,
+            last=chunk is chunks.layers[-1],
+            resident=index + 1 < resident,
+        )
         for index, chunk in enumerate(chunks.layers)
     ]
-    chunked = [replace(costs.embedding(), stays=True), *layers, costs.head()]
-    resident = strategy.resident_chunks
-    chunked[:resident] = [_on_devices(chunk, hardware) for chunk in chunked[:resident]]
-    return tuple(chunked)
-
-
-def _on_devices(chunk: ChunkDurations, hardware: HardwareProfile) -> ChunkDurations:
-    """A chunk whose state stays on the devices: nothing is copied, each updates its share."""
-    share_s = chunk.update_bytes / hardware.num_devices / hardware.device_memory_bytes_per_s
-    return replace(
-        chunk,
-        # Before the chunk's forward; the head has none of its own.
-        forward_s=chunk.forward_s + (share_s if chunk.forward_s else 0.0),
-        backward_s=chunk.backward_s + (0.0 if chunk.forward_s else share_s),
-        upload_s=0.0,
-        upload_bytes=0.0,
-        download_s=0.0,
-        download_bytes=0.0,
-        update_s=0.0,
-        update_bytes=0.0,
-    )
+    embedding = replace(costs.embedding(resident=resident > 0), stays=True)
+    return (embedding, *layers, costs.head(resident=resident > len(layers) + 1))
 
 
 class _Costs:
@@ -130,28 +117,32 @@ class _Costs:
         self._matmul_rate = hardware.matmul_flops_per_s(strategy.compute_dtype)
         slower = self._matmul_rate / hardware.bf16_matmul_flops_per_s
         self._attention_rate = hardware.attention_flops_per_s * min(1.0, slower)
-        self._by_kind: dict[tuple[int, bool, bool], ChunkDurations] = {}
+        self._by_kind: dict[tuple[int, bool, bool, bool], ChunkDurations] = {}
 
-    def embedding(self) -> ChunkDurations:
+    def embedding(self, *, resident: bool) -> ChunkDurations:
         """Lookup forward, scatter-add backward."""
         chunk = self._chunks.embed
         stage = self._workload.embed
         lookup_s = self._elementwise_s(stage.elementwise_elements * self._tokens)
         scatter_s = ELEMENTWISE_BACKWARD * lookup_s + self._memory_s(4.0 * chunk.num_parameters)
         num = self._strategy.num_microbatches
-        return self._durations(chunk, num * lookup_s, num * scatter_s, 0.0)
+        return self._durations(chunk, num * lookup_s, num * scatter_s, 0.0, resident=resident)
 
-    def layers(self, chunk: ChunkWork, *, kept: bool, last: bool) -> ChunkDurations:
+    def layers(self, chunk: ChunkWork, *, kept: bool, last: bool, resident: bool) -> ChunkDurations:
         """All layers of a chunk; one that is kept recomputes only its element-wise programs.
 
         The weights of the last chunk stay for its backward, which comes next, in any case.
         """
-        key = chunk.kind, kept, last
+        key = chunk.kind, kept, last, resident
         if key not in self._by_kind:
-            self._by_kind[key] = self._layers(chunk, kept=kept, stays=kept or last)
+            self._by_kind[key] = self._layers(
+                chunk, kept=kept, stays=kept or last, resident=resident
+            )
         return self._by_kind[key]
 
-    def _layers(self, chunk: ChunkWork, *, kept: bool, stays: bool) -> ChunkDurations:
+    def _layers(
+        self, chunk: ChunkWork, *, kept: bool, stays: bool, resident: bool
+    ) -> ChunkDurations:
         forward_s = backward_s = forward_flops = backward_flops = 0.0
         for stage in chunk.stages:
             stage_forward_s, stage_backward_s, flops, stage_backward_flops = self._layer(stage)
@@ -167,9 +158,9 @@ class _Costs:
         num = self._strategy.num_microbatches
         flops = num * (forward_flops + backward_flops - spared)
         times = num * forward_s, num * backward_s
-        return self._durations(chunk, *times, flops, stays=stays)
+        return self._durations(chunk, *times, flops, stays=stays, resident=resident)
 
-    def head(self) -> ChunkDurations:
+    def head(self, *, resident: bool) -> ChunkDurations:
         """Final norm, logits and loss, forward and backward in one: three products (no recompute).
 
         The gradient of the projection is summed over loss chunks in fp32, so small loss chunks cost
@@ -187,7 +178,8 @@ class _Costs:
             + self._accumulate_s(self._chunks.embed if workload.tied else self._chunks.head)
         )
         num = self._strategy.num_microbatches
-        return self._durations(self._chunks.head, 0.0, num * seconds, num * flops)
+        times = 0.0, num * seconds
+        return self._durations(self._chunks.head, *times, num * flops, resident=resident)
 
     def _layer(self, stage: StageWork) -> tuple[float, float, float, float]:
         """Seconds and operations of forward and of backward without recompute, one microbatch."""
@@ -223,23 +215,40 @@ class _Costs:
         backward_s: float,
         flops: float,
         *,
+        resident: bool,
         stays: bool = False,
     ) -> ChunkDurations:
-        """Adds what depends on the chunk's size only: unpacking, collectives, copies, update."""
+        """Adds what depends on the chunk's size only: unpacking, collectives, copies, update.
+
+        Of a resident chunk nothing is copied; the devices update their shares before its forward,
+        the head's before its only visit.
+        """
         hardware, size = self._hardware, float(chunk.padded_parameters)
         unpack_s, upload_bytes, pieces = self._upload(size)
         pack_s, download_bytes, summands = self._download(size)
         is_head = chunk is self._chunks.head
         reuses_weights = stays or chunk is self._chunks.embed
         # The devices wait for Python where it needs longer to issue the work than they to do it.
-        dispatch_s = hardware.visit_dispatch_s + pieces * self._upload_call_s()
+        dispatch_s = hardware.visit_dispatch_s
+        if not resident:
+            dispatch_s += pieces * self._upload_call_s()
         state_bytes = MASTER_BYTES + self._optimizer_state_bytes
         adamw_bytes = 2.0 * (MASTER_BYTES + ADAMW_STATE_BYTES) + 2.0
         update_bytes = size * (2.0 * state_bytes + summands * self._strategy.gradient_bytes)
         backward_s += pack_s + (0.0 if reuses_weights else unpack_s)
+        forward_s = 0.0 if is_head else max(forward_s + unpack_s, dispatch_s)
+        backward_s = max(backward_s, hardware.visit_dispatch_s if reuses_weights else dispatch_s)
+        if resident:
+            update_s = update_bytes / hardware.num_devices / hardware.device_memory_bytes_per_s
+            return ChunkDurations(
+                forward_s=forward_s + (0.0 if is_head else update_s),
+                backward_s=backward_s + (update_s if is_head else 0.0),
+                executed_flops=flops,
+                stays=stays,
+            )
         return ChunkDurations(
-            forward_s=0.0 if is_head else max(forward_s + unpack_s, dispatch_s),
-            backward_s=max(backward_s, hardware.visit_dispatch_s if reuses_weights else dispatch_s),
+            forward_s=forward_s,
+            backward_s=backward_s,
             executed_flops=flops,
             upload_s=hardware.h2d.seconds(upload_bytes) + (pieces - 1) * hardware.copy_gap_s,
             upload_bytes=upload_bytes,

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
+
+from slidedp_jax.planner.process_limits import pinned_pool_limit_gib, usable_device_bytes
 
 GIB = 2**30
 MIB = 2**20
@@ -24,7 +26,7 @@ def size_text(num_bytes: float) -> str:
 
 HOST_UPDATE_GROWTH = 0.5
 """Exponent with which the host update's rate grows with a host's share. Measured within steps on
-hosts with H200s: 3.0e9 parameters/s on 16 cores beside one GPU, 4.2-4.7e9 on 32 beside two."""
+hosts with H200s: 3.1e9 parameters/s on 16 cores beside one GPU, 4.2-4.7e9 on 32 beside two."""
 
 ComputeDtype = Literal["bfloat16", "float32"]
 COMPUTE_DTYPES: tuple[ComputeDtype, ...] = ("bfloat16", "float32")
@@ -83,7 +85,8 @@ class HardwareProfile:
       name: for reports.
       provenance: how the figures were obtained, one line, printed with every plan.
       num_devices: GPUs that the job uses, G.
-      device_memory_bytes: memory of one GPU.
+      device_memory_bytes: memory of one GPU that the job may use: what JAX's allocator takes, and
+        the reserve beside it.
       device_reserve_bytes: what one GPU holds before the first array: context, kernels,
         communication buffers, library workspaces.
       peak_flops_per_s: dense bf16 peak of one GPU, the denominator of MFU.
@@ -109,7 +112,10 @@ class HardwareProfile:
       visit_dispatch_s: Python's time for a chunk's forward or backward without its upload.
       upload_call_s: Python's time for one piece of an upload.
       upload_call_per_device_s: the same for each device that takes part.
-      pinned_pool_limit_bytes: cap of the pool of page-locked memory unless raised before start.
+      step_end_s: between a step's last gradient and the next step's first program: the norm's way
+        to the host, what is decided there, and Python's way into the next step.
+      stated_pinned_limit_bytes: limit of the pool of page-locked memory; None: what `configure()`
+        sets on such a host.
       unified_memory: the compute devices live in host memory (the CPU backend).
     """
 
@@ -136,7 +142,8 @@ class HardwareProfile:
     visit_dispatch_s: float = 0.0
     upload_call_s: float = 0.0
     upload_call_per_device_s: float = 0.0
-    pinned_pool_limit_bytes: float = 64 * GIB
+    step_end_s: float = 0.0
+    stated_pinned_limit_bytes: float | None = None
     unified_memory: bool = False
 
     def __post_init__(self) -> None:
@@ -147,6 +154,13 @@ class HardwareProfile:
                     f"hardware profile {self.name!r}: {name} is {getattr(self, name)}; it must be "
                     "positive."
                 )
+
+    @property
+    def pinned_pool_limit_bytes(self) -> float:
+        """Limit of the pool of page-locked memory."""
+        if self.stated_pinned_limit_bytes is not None:
+            return self.stated_pinned_limit_bytes
+        return float(pinned_pool_limit_gib(self.host_memory_bytes) * GIB)
 
     def matmul_flops_per_s(self, dtype: ComputeDtype) -> float:
         """Rate of large matrix products in `dtype` on one GPU."""
@@ -208,7 +222,7 @@ _H200 = HardwareProfile(
     name="h200",
     provenance="measured on 1 and 2 H200 SXM with PCIe 5 x16 and 16 vCPU, 128 GiB per GPU",
     num_devices=1,
-    device_memory_bytes=139 * GIB,
+    device_memory_bytes=usable_device_bytes(139 * GIB, 1.5 * GIB),
     device_reserve_bytes=1.5 * GIB,
     # Data sheet of H100/H200 SXM: 989 TFLOP/s dense bf16, 67 TFLOP/s fp32 outside tensor cores.
     peak_flops_per_s=989e12,
@@ -229,8 +243,8 @@ _H200 = HardwareProfile(
     host_reserve_bytes=6 * GIB,
     host_memory_bytes_per_s=108e9,  # in-place triad 106-110 GB/s
     # 12-byte state, blocks of 4096 elements, 14-16 CPU devices of 16 cores: 3.4-3.9e9 alone,
-    # 2.7-3.4e9 within steps.
-    host_update_params_per_s=3.0e9,
+    # 2.7-3.4e9 within steps (with `step_end_s`, 3.1e9 fits the full steps best).
+    host_update_params_per_s=3.1e9,
     # From 15 and 30 pieces of a layer: at 8k tokens per GPU it decides between the weight routes.
     copy_gap_s=1.5e-5,
     # Without uploads 1 to 2 ms per chunk and pass, from steps of a model of a million parameters.
@@ -238,71 +252,111 @@ _H200 = HardwareProfile(
     visit_dispatch_s=1e-3,
     upload_call_s=4e-5,
     upload_call_per_device_s=1e-5,
+    # Full steps with state on the GPU beyond their forward and backward passes, 4B and 8B at 8k
+    # tokens: 20, 29, 34, 36 ms.
+    step_end_s=2.5e-2,
 )
 
-# The profiles below are not measured: rates follow the data sheet's peak in the proportion that was
-# measured on H200 (matrix products 0.75, attention 0.45, memory 0.83 of peak; link 0.82 of its raw
-# rate), host shares are those of common machines with the card.
+# The profiles below are not measured: rates follow the data sheet in the proportions that were
+# measured on H200, host shares are those of common machines with the card.
 _DERIVED = "derived from data sheets with the efficiencies measured on H200; not measured"
+_H200_SHEET = {"bf16": 989e12, "fp32": 67e12, "memory": 4.8e12}
+_PCIE4_LINK = _link(25e9)
+_THROUGH_HOST_BYTES_PER_S = 12e9
+"""Collectives over PCIe 4 without peer access: up and down at half the link."""
 
-_H100 = replace(
-    _H200,
-    name="h100",
-    provenance=_DERIVED,
-    # H100 SXM: the compute of H200, 80 GB at 3.35 TB/s, PCIe 5 x16; 26 vCPU and 225 GiB per GPU is
-    # a common rented share.
-    device_memory_bytes=79 * GIB,
-    device_memory_bytes_per_s=2.8e12,
+
+def _of_data_sheet(
+    name: str, *, bf16: float, fp32: float, memory: float, device_gib: float, **others: Any
+) -> HardwareProfile:
+    """A card by its sheet's dense bf16 and fp32 FLOP/s and bytes of memory per second."""
+    reserve_bytes = others.get("device_reserve_bytes", _H200.device_reserve_bytes)
+    matrix, sheet = bf16 / _H200_SHEET["bf16"], _H200_SHEET
+    return replace(
+        _H200,
+        name=name,
+        provenance=_DERIVED,
+        device_memory_bytes=usable_device_bytes(device_gib * GIB, reserve_bytes),
+        peak_flops_per_s=bf16,
+        bf16_matmul_flops_per_s=_H200.bf16_matmul_flops_per_s * matrix,
+        attention_flops_per_s=_H200.attention_flops_per_s * matrix,
+        fp32_matmul_flops_per_s=_H200.fp32_matmul_flops_per_s * fp32 / sheet["fp32"],
+        device_memory_bytes_per_s=_H200.device_memory_bytes_per_s * memory / sheet["memory"],
+        **others,
+    )
+
+
+_ON_PCIE4: dict[str, Any] = {"h2d": _PCIE4_LINK, "d2h": _PCIE4_LINK, "duplex_bytes_per_s": 40e9}
+
+# 26 vCPU and 225 GiB per GPU are a common rented share.
+_H100 = _of_data_sheet(  # SXM: the compute of H200, PCIe 5 x16
+    "h100",
+    bf16=989e12,
+    fp32=67e12,
+    memory=3.35e12,
+    device_gib=79,
     num_host_cores=26,
     host_memory_bytes=225 * GIB,
 )
 
-_A100_80G = replace(
-    _H200,
-    name="a100-80g",
-    provenance=_DERIVED,
-    # A100 SXM 80 GB: 312 TFLOP/s dense bf16, 19.5 fp32, 2.04 TB/s, PCIe 4 x16 (31.5 GB/s raw),
-    # NVLink 3 with 600 GB/s in both directions against H200's 900; 8-GPU hosts with two 64-core
-    # EPYC 7003 (16 DDR4-3200 channels, 410 GB/s raw) and 1-2 TB.
-    device_memory_bytes=79 * GIB,
-    peak_flops_per_s=312e12,
-    bf16_matmul_flops_per_s=234e12,
-    fp32_matmul_flops_per_s=14.5e12,
-    attention_flops_per_s=142e12,
-    device_memory_bytes_per_s=1.7e12,
-    h2d=_link(25e9),
-    d2h=_link(25e9),
-    duplex_bytes_per_s=40e9,
-    gather_bytes_per_s=202 * GIB * 600 / 900,
+_B200 = _of_data_sheet(  # PCIe 5 x16, NVLink 5 with 1800 GB/s in both directions
+    "b200",
+    bf16=2250e12,
+    fp32=80e12,
+    memory=8e12,
+    device_gib=178,
+    gather_bytes_per_s=_H200.gather_bytes_per_s * 1800 / 900,
+    num_host_cores=26,
+    host_memory_bytes=225 * GIB,
+)
+
+_A100_80G = _of_data_sheet(
+    "a100-80g",
+    # SXM: PCIe 4 x16 (31.5 GB/s raw), NVLink 3 with 600 GB/s in both directions; 8-GPU hosts with
+    # two 64-core EPYC 7003 (16 DDR4-3200 channels, 410 GB/s raw) and 1-2 TB.
+    bf16=312e12,
+    fp32=19.5e12,
+    memory=2.04e12,
+    device_gib=79,
+    **_ON_PCIE4,
+    gather_bytes_per_s=_H200.gather_bytes_per_s * 600 / 900,
     num_host_cores=16,
     host_memory_bytes=128 * GIB,
     host_memory_bytes_per_s=38e9,
     host_update_params_per_s=1.2e9,
 )
 
-_RTX4090 = replace(
-    _H200,
-    name="rtx4090",
-    provenance=_DERIVED,
-    # RTX 4090: 165 TFLOP/s dense bf16 with fp32 accumulation, 82.6 fp32, 1.01 TB/s, 24 GB, PCIe 4
-    # x16, no peer access: collectives bounce through host memory, up and down at half the link.
-    # Desktop host: two channels of DDR5-5600 (90 GB/s raw), 16 cores, 128 GB.
-    device_memory_bytes=23.5 * GIB,
-    device_reserve_bytes=1.0 * GIB,
-    peak_flops_per_s=165e12,
-    bf16_matmul_flops_per_s=124e12,
-    fp32_matmul_flops_per_s=60e12,
-    attention_flops_per_s=75e12,
-    device_memory_bytes_per_s=0.84e12,
-    h2d=_link(25e9),
-    d2h=_link(25e9),
-    duplex_bytes_per_s=40e9,
-    gather_bytes_per_s=12e9,
-    num_host_cores=16,
-    host_memory_bytes=120 * GIB,
-    host_memory_bytes_per_s=65e9,
-    host_update_params_per_s=1.9e9,
+# No peer access. Desktop host: two channels of DDR5-5600 (90 GB/s raw), 16 cores, 128 GB.
+_DESKTOP: dict[str, Any] = {
+    **_ON_PCIE4,
+    "device_reserve_bytes": 1.0 * GIB,
+    "gather_bytes_per_s": _THROUGH_HOST_BYTES_PER_S,
+    "num_host_cores": 16,
+    "host_memory_bytes": 120 * GIB,
+    "host_memory_bytes_per_s": 65e9,
+    "host_update_params_per_s": 1.9e9,
+}
+# Dense bf16 with fp32 accumulation.
+_RTX4090 = _of_data_sheet(
+    "rtx4090", bf16=165e12, fp32=82.6e12, memory=1.01e12, device_gib=23.5, **_DESKTOP
 )
+_RTX3090 = _of_data_sheet(
+    "rtx3090", bf16=71e12, fp32=35.6e12, memory=0.936e12, device_gib=23.5, **_DESKTOP
+)
+
+# Cards of servers on PCIe 4 without NVLink, with the host of an A100.
+_SERVER: dict[str, Any] = {
+    **_ON_PCIE4,
+    "gather_bytes_per_s": _THROUGH_HOST_BYTES_PER_S,
+    "num_host_cores": 16,
+    "host_memory_bytes": 128 * GIB,
+    "host_memory_bytes_per_s": 38e9,
+    "host_update_params_per_s": 1.2e9,
+}
+_L40S = _of_data_sheet(
+    "l40s", bf16=362e12, fp32=91.6e12, memory=0.864e12, device_gib=44.5, **_SERVER
+)
+_L4 = _of_data_sheet("l4", bf16=121e12, fp32=30.3e12, memory=0.3e12, device_gib=22, **_SERVER)
 
 _CPU = replace(
     _H200,
@@ -326,11 +380,13 @@ _CPU = replace(
     host_reserve_bytes=1 * GIB,
     host_memory_bytes_per_s=10e9,
     host_update_params_per_s=0.2e9,
+    step_end_s=0.0,
     unified_memory=True,
 )
 
 PRESETS: Mapping[str, HardwareProfile] = {
-    profile.name: profile for profile in (_H200, _H100, _A100_80G, _RTX4090, _CPU)
+    profile.name: profile
+    for profile in (_H200, _B200, _H100, _A100_80G, _L40S, _L4, _RTX4090, _RTX3090, _CPU)
 }
 """Hosts with one GPU and its usual share of the host; grow them with `with_devices`."""
 
@@ -346,22 +402,53 @@ def named_hardware(name: str, *, num_devices: int = 1) -> HardwareProfile:
     return PRESETS[name].with_devices(num_devices)
 
 
-# As `jax.Device.device_kind` spells them.
 _PRESET_OF_KIND: Mapping[str, str] = {
     "NVIDIA H200": "h200",
+    "NVIDIA B200": "b200",
     "NVIDIA H100 80GB HBM3": "h100",
     "NVIDIA A100-SXM4-80GB": "a100-80g",
+    "NVIDIA L40S": "l40s",
+    "NVIDIA L4": "l4",
     "NVIDIA GeForce RTX 4090": "rtx4090",
+    "NVIDIA GeForce RTX 3090": "rtx3090",
     "cpu": "cpu",
 }
-_NEAREST = {"H200": "h200", "A100": "a100-80g", "4090": "rtx4090"}
+"""Device kinds as JAX spells them, to the last letter."""
+
+_NEAREST = {
+    "H200": "h200",
+    "B200": "b200",
+    "B300": "b200",
+    "H100": "h100",
+    "A100": "a100-80g",
+    "L40": "l40s",
+    "4090": "rtx4090",
+    "3090": "rtx3090",
+}
+"""Part of another device's name -> the preset that is nearest to it."""
+
+_OF_THE_UNKNOWN = "h100"
 
 
-def preset_of_kind(device_kind: str) -> tuple[str, bool]:
-    """Name of the preset for devices as JAX names them, and whether its figures are theirs.
+def preset_of_kind(device_kind: str) -> HardwareProfile | None:
+    """The preset of this very kind of device, as JAX spells it; None if it has none."""
+    return PRESETS.get(_PRESET_OF_KIND.get(device_kind, ""))
 
-    Of a kind without a preset, that of the nearest: its name occurs in theirs, or it is h100.
+
+def profile_of_kind(device_kind: str) -> HardwareProfile:
+    """Profile of one device by its kind as JAX spells it.
+
+    Of a kind without a preset, the rates are those of the nearest by name, or of h100. The
+    provenance says so, and begins with `measured` only where that very kind was.
     """
-    if device_kind in _PRESET_OF_KIND:
-        return _PRESET_OF_KIND[device_kind], True
-    return next((name for part, name in _NEAREST.items() if part in device_kind), "h100"), False
+    own = preset_of_kind(device_kind)
+    if own is not None:
+        return replace(own, name=device_kind, provenance=f"{own.provenance} (preset {own.name})")
+    near = next((name for part, name in _NEAREST.items() if part in device_kind), None)
+    assumed = near or _OF_THE_UNKNOWN
+    why = "the nearest there is" if near else "though none is near, so they may be far off"
+    return replace(
+        PRESETS[assumed],
+        name=device_kind,
+        provenance=f"rates of preset {assumed} are assumed, {why}; not measured",
+    )

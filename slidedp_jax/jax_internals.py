@@ -110,10 +110,26 @@ def add_backend_option(option: str) -> None:
     os.environ["XLA_FLAGS"] = " ".join([*others, BACKEND_OPTIONS + ",".join(options)])
 
 
-def set_gpu_memory_fraction(fraction: float) -> None:
-    """Set `GPU_MEMORY_FRACTION` where the user has not set it, under either name."""
-    if FORMER_MEMORY_FRACTION not in os.environ:
-        os.environ.setdefault(GPU_MEMORY_FRACTION, str(fraction))
+def set_gpu_memory_fraction(fraction: float) -> float:
+    """Set `GPU_MEMORY_FRACTION` where the user has not, under either name; what then holds."""
+    former = FORMER_MEMORY_FRACTION in os.environ
+    return _set_number(FORMER_MEMORY_FRACTION if former else GPU_MEMORY_FRACTION, fraction)
+
+
+def set_pinned_limit_gib(limit_gib: int) -> int:
+    """Set `PINNED_LIMIT_GIB` where the user has not; what then holds."""
+    return int(_set_number(PINNED_LIMIT_GIB, limit_gib))
+
+
+def _set_number(name: str, number: float) -> float:
+    """What the environment says, or from now on `number`."""
+    text = os.environ.setdefault(name, str(number))
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(
+            f"{name}={text!r} in the environment; give a number, or unset it"
+        ) from None
 
 
 def has_cuda_plugin() -> bool:

@@ -10,6 +10,7 @@ Importing this imports no JAX.
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 from collections.abc import Callable, Sequence
@@ -33,6 +34,7 @@ from slidedp_jax.models.hf_config import read_config
 from slidedp_jax.models.hf_export import export
 from slidedp_jax.models.hf_hub import resolve_model_folder
 from slidedp_jax.models.hf_load import check_folder, load_parameters
+from slidedp_jax.state.weight_rounding import Rounding, WeightRounding
 
 if TYPE_CHECKING:
     from slidedp_jax.models.streamed import StreamedModel
@@ -72,6 +74,7 @@ class Pretrained:
         rows_per_step: int | StepSize,
         max_seq_length: int,
         packing: bool = False,
+        most_documents_per_row: int | None = None,
         shuffle: bool = True,
         seed: int = 42,
         **settings: Any,
@@ -83,19 +86,26 @@ class Pretrained:
           rows_per_step: rows of an optimizer step.
           max_seq_length: most tokens of a row.
           packing: several documents per row; give `rows.documents_per_row` to plan and trainer.
+          most_documents_per_row: of packed rows; for rows to evaluate on, those of the trainer.
           shuffle: False keeps the files' order.
           seed: of the order.
           **settings: others of `slidedp_jax.data.ExampleSettings`.
 
         Returns:
-          An endless iterator (`rows.num_steps(2)` are two epochs), and the report to print.
+          An endless iterator (`rows.num_steps(2)` are two epochs, `rows.one_epoch()` is all rows
+          once), and the report to print.
 
         Raises:
-          UserError: a file or a row is unusable.
+          UserError: a file or a row is unusable, or text needs a tokenizer that is not there.
         """
-        paths = [files] if isinstance(files, (str, os.PathLike)) else files
+        paths = [
+            pathlib.Path(path)
+            for path in ([files] if isinstance(files, (str, os.PathLike)) else files)
+        ]
+        if self.tokenizer is None and any(path.suffix == ".txt" for path in paths):
+            load_tokenizer(self.folder)  # says what is missing
         examples, report = load_examples(
-            [pathlib.Path(path) for path in paths],
+            paths,
             self.tokenizer,
             ExampleSettings(max_seq_length=max_seq_length, **settings),
             vocab_size=self.config.vocab_size,
@@ -106,6 +116,7 @@ class Pretrained:
             step_size=rows_per_step,
             seed=seed,
             packing=packing,
+            most_documents_per_row=most_documents_per_row,
             shuffle=shuffle,
             pad_id=self.tokenizer.pad_id if self.tokenizer is not None else 0,
         )
@@ -117,6 +128,7 @@ class Pretrained:
         folder: str | os.PathLike[str],
         *,
         dtype: str = "bfloat16",
+        rounding: Rounding | None = None,
         averaged: bool = False,
     ) -> None:
         """Write the trainer's weights as a Hugging Face folder with this one's other files.
@@ -125,23 +137,40 @@ class Pretrained:
           trainer: of this model; pending updates are waited for.
           folder: must not exist, or be empty; appears complete or not at all.
           dtype: "bfloat16", "float16" or "float32".
+          rounding: to bfloat16, "dither" or "nearest"; None: the trainer's, which gives the very
+            weights that a forward pass in bfloat16 uses.
           averaged: the moving averages instead; needs `ema_decay`.
 
         Raises:
-          UserError: the folder holds something, or no average is kept.
+          UserError: the folder holds something, no average is kept, or `rounding` is none, or not
+            one of that dtype.
         """
+        own = _export_rounding(trainer, dtype, rounding)
         with trainer.gate.reading() as reader:
+            read = reader.read_average if averaged else reader.read
+            if dtype == "bfloat16":
+                read = functools.partial(reader.read_rounded, rounding=own, averaged=averaged)
             try:
                 export(
                     pathlib.Path(folder),
                     self.folder,
                     self.config.parameter_shapes(),
-                    reader.read_average if averaged else reader.read,
+                    read,
                     dtype=dtype,
                     chat_template=self.chat_template,
                 )
             except (FileExistsError, ValueError) as error:
                 raise UserError(str(error)) from error
+
+
+def _export_rounding(trainer: Trainer, dtype: str, rounding: Rounding | None) -> WeightRounding:
+    try:
+        own = trainer.weight_rounding.named(rounding, trainer.seed)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    if rounding == "dither" and dtype != "bfloat16":
+        raise UserError(f"rounding='dither' is for bfloat16, dtype is {dtype!r}; drop one of them")
+    return own
 
 
 def from_pretrained(
@@ -156,7 +185,7 @@ def from_pretrained(
       chat_template: a file that replaces the folder's template.
 
     Raises:
-      UserError: it is not there, not whole, or of a model that is not supported.
+      UserError: it, or the template, is not there, not whole, or of a model that is not supported.
     """
     try:
         folder = resolve_model_folder(os.fspath(name_or_folder))
@@ -165,10 +194,12 @@ def from_pretrained(
     except (FileNotFoundError, ImportError, ValueError) as error:
         raise UserError(str(error)) from error
     template = pathlib.Path(chat_template) if chat_template else None
+    if template is not None and not template.is_file():
+        raise UserError(f"chat template file {template} does not exist")
     has_tokenizer = (folder / "tokenizer.json").is_file()
     return Pretrained(
         folder=folder,
         config=config,
         tokenizer=load_tokenizer(folder, chat_template=template) if has_tokenizer else None,
-        chat_template=template.read_text() if template else None,
+        chat_template=template.read_text(encoding="utf-8") if template else None,
     )

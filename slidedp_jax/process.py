@@ -7,14 +7,15 @@ JAX's backends start; set later, XLA flags are ignored without a word. So `confi
 from __future__ import annotations
 
 import ctypes
-import glob
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from slidedp_jax import jax_internals
 from slidedp_jax.compilation_cache import AUTO, cache_folder
 from slidedp_jax.planner.candidates import default_num_host_devices
+from slidedp_jax.planner.process_limits import DEVICE_MEMORY_FRACTION, pinned_pool_limit_gib
+from slidedp_jax.visible_gpus import VARIABLE, num_gpus, num_visible
 
 if TYPE_CHECKING:
     import jax
@@ -31,12 +32,18 @@ class ProcessSetup:
       num_devices: compute devices G; None means every visible GPU.
       device_ids: which GPUs, by index among the visible ones; None means the first `num_devices`.
       num_host_devices: CPU devices K over which the host state is sharded; a multiple of G.
+      device_memory_fraction: share of GPU memory that JAX takes at its start.
+      pinned_limit_gib: limit of JAX's pool of page-locked host memory in GiB; CPUs have none.
+      compilation_cache: folder of compiled programs; None: JAX's own setting.
     """
 
     platform: str
     num_devices: int | None
     device_ids: tuple[int, ...] | None
     num_host_devices: int
+    device_memory_fraction: float
+    pinned_limit_gib: int
+    compilation_cache: str | None
 
     def devices(self) -> tuple[list[jax.Device], list[jax.Device]]:
         """Compute devices and host devices, two disjoint lists; starts JAX's backends.
@@ -67,7 +74,9 @@ def _require(condition: bool, what: str, got: int) -> None:
         )
 
 
+_asked: ProcessSetup | None = None
 _setup: ProcessSetup | None = None
+"""As `_asked`, but what the environment says of memory comes first."""
 
 
 def configure(
@@ -76,20 +85,23 @@ def configure(
     num_devices: int | None = None,
     device_ids: tuple[int, ...] | None = None,
     num_host_devices: int | None = None,
-    device_memory_fraction: float = 0.92,
+    device_memory_fraction: float = DEVICE_MEMORY_FRACTION,
     pinned_limit_gib: int | None = None,
     compilation_cache: str | None = AUTO,
 ) -> ProcessSetup:
     """Fix platforms, CPU devices, XLA flags and memory limits; the first line of a script.
 
     Args:
-      platform: "cuda", "cpu", or "auto": CUDA where a GPU and JAX's CUDA plugin are present.
+      platform: "cuda", "cpu", or "auto": CUDA where JAX's CUDA plugin and a GPU are present, and
+        `CUDA_VISIBLE_DEVICES` leaves one.
       num_devices: compute devices to use; None means every visible GPU, or one CPU device.
       device_ids: indices of the GPUs to use (`--devices 1,3`); excludes `num_devices`.
       num_host_devices: CPU devices that hold and update the state; None leaves a core per GPU
         to copies and dispatch. Rounded up to a multiple of the devices.
-      device_memory_fraction: share of GPU memory that JAX reserves at its start.
-      pinned_limit_gib: cap of JAX's pinned host pool (gradients in flight); None: most of the RAM.
+      device_memory_fraction: share of GPU memory that JAX reserves at its start; the environment
+        (`jax_internals.GPU_MEMORY_FRACTION`) comes first.
+      pinned_limit_gib: limit of JAX's pool of page-locked memory (waiting gradients), in GiB; None:
+        most of the RAM. The environment (`jax_internals.PINNED_LIMIT_GIB`) comes first.
       compilation_cache: folder where compiled programs are kept for the next run; None leaves JAX's
         setting, "auto" is a folder in the user's cache on GPUs (`slidedp_jax.compilation_cache`).
 
@@ -100,15 +112,27 @@ def configure(
       RuntimeError: JAX's backends have already started, or an earlier call fixed something else.
       ValueError: arguments that contradict each other.
     """
-    global _setup
+    global _asked, _setup
     if device_ids is not None:
         if num_devices is not None and num_devices != len(device_ids):
             raise ValueError(
                 f"num_devices={num_devices} and device_ids={device_ids} disagree; give one of them"
             )
+        if len(set(device_ids)) < len(device_ids) or any(number < 0 for number in device_ids):
+            raise ValueError(
+                f"device_ids={device_ids}; name each GPU once, by its index from 0 among the "
+                "visible ones"
+            )
         num_devices = len(device_ids)
     if num_devices is not None and num_devices < 1:
         raise ValueError(f"num_devices={num_devices}; at least 1 is needed")
+    if not 0 < device_memory_fraction <= 1:
+        raise ValueError(
+            f"device_memory_fraction={device_memory_fraction}; a share of GPU memory above 0, at "
+            "most 1"
+        )
+    if pinned_limit_gib is not None and pinned_limit_gib < 1:
+        raise ValueError(f"pinned_limit_gib={pinned_limit_gib}; at least 1 is needed")
     resolved = _resolve_platform(platform)
     if resolved == "cpu" and device_ids is not None:
         raise ValueError("device_ids names GPUs, but the platform is cpu; use num_devices")
@@ -120,23 +144,36 @@ def configure(
         num_devices=num_devices,
         device_ids=device_ids,
         num_host_devices=host,
+        device_memory_fraction=device_memory_fraction,
+        pinned_limit_gib=pinned_limit_gib or pinned_pool_limit_gib(_physical_memory_bytes()),
+        compilation_cache=cache_folder(compilation_cache, resolved),
     )
-    if _setup is not None:
-        if _setup == wanted:
-            return _setup
-        raise RuntimeError(f"configure() already fixed {_setup}; it cannot become {wanted}")
+    if _setup is not None and _asked is not None:
+        _check_same(_asked, wanted)
+        return _setup
     _check_not_started()
-    _set_environment(resolved, device_memory_fraction, pinned_limit_gib)
+    setup = _set_environment(wanted)
     import jax
 
     jax.config.update("jax_platforms", "cuda,cpu" if resolved == "cuda" else "cpu")
     jax.config.update("jax_num_cpu_devices", host + (group if resolved == "cpu" else 0))
-    folder = cache_folder(compilation_cache, resolved)
-    if folder is not None:
-        jax.config.update("jax_compilation_cache_dir", folder)
+    if setup.compilation_cache is not None:
+        jax.config.update("jax_compilation_cache_dir", setup.compilation_cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-    _setup = wanted
-    return wanted
+    _asked, _setup = wanted, setup
+    return setup
+
+
+def _check_same(before: ProcessSetup, wanted: ProcessSetup) -> None:
+    """A second call must ask for what the first one did."""
+    was, now = asdict(before), asdict(wanted)
+    changed = [name for name in was if was[name] != now[name]]
+    if changed:
+        fixed, asked = (", ".join(f"{name}={of[name]!r}" for name in changed) for of in (was, now))
+        raise RuntimeError(
+            f"configure() already fixed {fixed} in this process; now it is asked for {asked}. JAX "
+            "reads these once, at its start: call configure() once, or with equal arguments"
+        )
 
 
 def current_setup() -> ProcessSetup:
@@ -162,19 +199,19 @@ def _check_not_started() -> None:
         )
 
 
-def _set_environment(platform: str, fraction: float, pinned_limit_gib: int | None) -> None:
+def _set_environment(wanted: ProcessSetup) -> ProcessSetup:
+    """Set what JAX reads; returns what then holds."""
     if jax_internals.gains_from_multi_output_fusion(jax_internals.jax_version()):
         jax_internals.add_backend_option(jax_internals.MULTI_OUTPUT_FUSION)
-    if platform == "cpu":
+    if wanted.platform == "cpu":
         # Fewer threads than participants of a collective can deadlock on small machines.
         os.environ.setdefault(jax_internals.NUM_CPU_THREADS, "32")
-        return
+        return wanted
     _map_large_allocations()
     jax_internals.add_xla_flags(jax_internals.CHOOSE_WITHOUT_TIMING)
-    jax_internals.set_gpu_memory_fraction(fraction)
-    if pinned_limit_gib is None:
-        pinned_limit_gib = max(8, int(_physical_memory_gib() * 0.6))
-    os.environ.setdefault(jax_internals.PINNED_LIMIT_GIB, str(pinned_limit_gib))
+    fraction = jax_internals.set_gpu_memory_fraction(wanted.device_memory_fraction)
+    limit_gib = jax_internals.set_pinned_limit_gib(wanted.pinned_limit_gib)
+    return replace(wanted, device_memory_fraction=fraction, pinned_limit_gib=limit_gib)
 
 
 def _map_large_allocations() -> None:
@@ -189,8 +226,8 @@ def _map_large_allocations() -> None:
         libc.mallopt(threshold_parameter, 1 << 20)
 
 
-def _physical_memory_gib() -> float:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+def _physical_memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _resolve_platform(platform: Platform) -> str:
@@ -201,24 +238,22 @@ def _resolve_platform(platform: Platform) -> str:
         raise RuntimeError(
             "platform='cuda' needs JAX's CUDA plugin: pip install 'slidedp_jax[cuda13]'"
         )
+    if platform == "cuda" and num_visible() == 0:
+        raise RuntimeError(
+            f"platform='cuda', but {VARIABLE}={os.environ.get(VARIABLE)!r} leaves no GPU: CUDA "
+            "heeds entries up to the first that is no GPU's index or UUID, and none where one "
+            "occurs twice. Unset it, or name GPUs that there are"
+        )
     if platform != "auto":
         return platform
     if os.environ.get("JAX_PLATFORMS", "").split(",")[0] == "cpu":
         return "cpu"
-    return "cuda" if plugin and _gpu_nodes() else "cpu"
-
-
-def _gpu_nodes() -> list[str]:
-    return glob.glob("/dev/nvidia[0-9]*")
+    return "cuda" if plugin and num_gpus() and num_visible() else "cpu"
 
 
 def _visible_gpus(platform: str) -> int:
-    if platform == "cpu":
-        return 1
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return max(1, len([entry for entry in visible.split(",") if entry.strip()]))
-    return max(1, len(_gpu_nodes()))
+    """Compute devices where no number is given."""
+    return 1 if platform == "cpu" else num_visible() or 1
 
 
 def _default_host_devices(platform: str, group: int) -> int:

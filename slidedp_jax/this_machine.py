@@ -12,10 +12,10 @@ from slidedp_jax.models.config import ModelConfig
 from slidedp_jax.planner.candidates import Choices
 from slidedp_jax.planner.errors import PlanError
 from slidedp_jax.planner.hardware import (
-    PRESETS,
+    GIB,
     ComputeDtype,
     HardwareProfile,
-    preset_of_kind,
+    profile_of_kind,
 )
 from slidedp_jax.planner.host_memory import available_host_memory
 from slidedp_jax.planner.memory import ADAMW_STATE_BYTES
@@ -34,26 +34,23 @@ def this_machine(*, stated_host_bytes: float | None = None) -> HardwareProfile:
     """
     devices, _ = current_setup().devices()
     kind = devices[0].device_kind
-    name, is_own = preset_of_kind("cpu" if devices[0].platform == "cpu" else kind)
     memory = available_host_memory(stated_bytes=stated_host_bytes)
+    preset = profile_of_kind("cpu" if devices[0].platform == "cpu" else kind)
     profile = replace(
-        PRESETS[name].with_devices(len(devices)),
+        preset.with_devices(len(devices)),
         name=kind,
         num_host_cores=len(os.sched_getaffinity(0)),
         host_memory_bytes=memory.available_bytes,
-        provenance=f"{_origin_of_rates(name, is_own)}; memory as found ({memory.describe()})",
+        provenance=f"{preset.provenance}; memory as found ({memory.describe()})",
     )
     if profile.unified_memory:
         return replace(profile, device_memory_bytes=memory.available_bytes)
     limits = [_bytes_limit(device) for device in devices]
-    return replace(profile, device_memory_bytes=min(limits) + profile.device_reserve_bytes)
-
-
-def _origin_of_rates(preset: str, is_own: bool) -> str:
-    """One line; it begins with `measured` where they are."""
-    if is_own:
-        return f"{PRESETS[preset].provenance} (preset {preset})"
-    return f"rates of preset {preset}, the nearest there is; not measured"
+    return replace(
+        profile,
+        device_memory_bytes=min(limits) + profile.device_reserve_bytes,
+        stated_pinned_limit_bytes=current_setup().pinned_limit_gib * GIB,
+    )
 
 
 def _bytes_limit(device: jax.Device) -> int:
@@ -138,4 +135,4 @@ def plan_for(
 
 
 def _bytes(gib: float | None) -> float | None:
-    return None if gib is None else gib * 2**30
+    return None if gib is None else gib * GIB

@@ -8,7 +8,7 @@ import logging
 import os
 import pathlib
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,9 +24,15 @@ from slidedp_jax.planner.strategy import Strategy
 from slidedp_jax.process import current_setup
 from slidedp_jax.state.model_chunks import trained_shapes
 from slidedp_jax.state.starting_state import Parameters, check_parameters
+from slidedp_jax.state.weight_rounding import (
+    DEFAULT_ROUNDING,
+    Rounding,
+    WeightRounding,
+    check_rounding,
+)
 from slidedp_jax.step.batch import PreparedBatch, prepare
 from slidedp_jax.step.in_flight import StepOutputs
-from slidedp_jax.step.metrics import StepMetrics, mean_loss
+from slidedp_jax.step.metrics import StepMetrics, loss_sum, mean_loss
 from slidedp_jax.step.pipeline import GradientSink
 from slidedp_jax.tracer import Tracer
 from slidedp_jax.transfer.routes import DATA_AXIS, Gradient, gradients_by_name
@@ -59,7 +65,13 @@ class Trainer:
         they are and have no gradients, no optimizer state and no part in the norm.
       ema_decay: keep a moving average of the weights in host memory, 4 bytes per parameter
         (`slidedp_jax.update.average`); None for none.
-      seed: of the starting weights where `parameters` is None, and of dropout.
+      weight_rounding: how fp32 masters become the bf16 weights that compute. "dither" rounds each
+        up or down by a fixed threshold of its own, so that steps far below a bf16 digit count at
+        once; "nearest" as mixed precision elsewhere (`state.weight_rounding`). None: "dither", and
+        a restored checkpoint's. A checkpoint holds masters: with another one stated, training goes
+        on from it with that. In fp32 compute it decides exports alone.
+      seed: of the starting weights where `parameters` is None, of dropout, and of the dither; there
+        a restored checkpoint's.
       max_grad_norm: limit of the global gradient norm, exact; None for none.
       on_nonfinite: "stop" at a step with a non-finite gradient norm, or "skip" it.
       max_loss: steps with a larger loss are treated in the same way; None for no limit.
@@ -87,6 +99,7 @@ class Trainer:
         parameters: Parameters | None = None,
         frozen: Sequence[str] = (),
         ema_decay: float | None = None,
+        weight_rounding: Rounding | None = None,
         seed: int = 0,
         max_grad_norm: float | None = 1.0,
         on_nonfinite: NonfinitePolicy = "stop",
@@ -106,17 +119,21 @@ class Trainer:
         check_policy(strategy.update_policy, max_grad_norm, guard)
         check_parameters(parameters)
         check_form(kernel_form)
+        if weight_rounding is not None:
+            check_rounding(weight_rounding)
         self.model = model
         self.strategy = strategy
         self._inference_only = inference_only
         self._documents_per_row = documents_per_row
-        self._seed = seed
+        self.seed = seed
         devices, host_devices = current_setup().devices()
         self._devices = _first(devices, num_devices)
         treatments = Treatments(optimizer, trained_shapes(model, frozen), ema_decay=ema_decay)
         _warn_of_whole_parameters(treatments)
         settings = Settings(
             parameters=parameters,
+            rounding=WeightRounding.of(weight_rounding or DEFAULT_ROUNDING, seed),
+            rounding_is_stated=weight_rounding is not None,
             seed=seed,
             max_grad_norm=max_grad_norm,
             guard=guard,
@@ -219,6 +236,7 @@ class Trainer:
         self, weights: WeightSource, prepared: PreparedBatch, sink: GradientSink
     ) -> StepOutputs:
         """One pass without an update: weights from `weights`, gradients to `sink`."""
+        self.gate.check_open()
         assert len(prepared.microbatches) <= self.strategy.num_microbatches
         microbatches = self._place(prepared.microbatches)
         return self._pipeline.step(
@@ -227,22 +245,40 @@ class Trainer:
 
     def send(self, chunk: int, wires: Sequence[jax.Array]) -> Gradient:
         """Start the copy of a chunk's gradient to the host."""
+        self.gate.check_open()
         return self._gradients.send(wires, self.store.layouts[chunk])
 
-    def evaluate(self, batch: Mapping[str, np.ndarray]) -> tuple[float, int]:
-        """Mean loss of a batch's supervised tokens under the current weights, and their number.
+    def evaluate(
+        self, batches: Mapping[str, np.ndarray] | Iterable[Mapping[str, np.ndarray]]
+    ) -> tuple[float, int]:
+        """Mean loss of the supervised tokens under the current weights, and their number.
 
-        As `StepMetrics.loss`, it has the layers' own losses in it, if any. Any number of rows: as
-        many as the strategy was planned for pass the model at a time. If it fails or is
-        interrupted, the trainer is as it was.
+        What is computed is what a step computes, by the same programs: as `StepMetrics.loss`, the
+        mean has the layers' own losses in it, if any, and a step's batch gives that step's loss
+        (but for random numbers: none are drawn here).
+
+        Args:
+          batches: one batch, or several, over all of which each token weighs the same. Any number
+            of rows: as many as the strategy was planned for pass the model at a time.
+
+        Raises:
+          UserError: a batch does not fit the model, or there is none. The trainer is as it was, as
+            after any failure or interrupt.
         """
-        at_once, losses = self.strategy.num_microbatches, list[jax.Array]()
-        with self.gate.passing(self.weights):
-            prepared = self.prepare(batch)
-            for first in range(0, len(prepared.microbatches), at_once):
-                some = self._place(prepared.microbatches[first : first + at_once])
-                losses += self._pipeline.losses(self.weights, some)
-        return mean_loss(losses, prepared.num_supervised), prepared.num_supervised
+        at_once, total, count = self.strategy.num_microbatches, 0.0, 0
+        with self.gate.turn:
+            self.gate.check()
+            for batch in [batches] if isinstance(batches, Mapping) else batches:
+                losses = list[jax.Array]()
+                with self.gate.passing(self.weights):
+                    prepared = self.prepare(batch)
+                    for first in range(0, len(prepared.microbatches), at_once):
+                        some = self._place(prepared.microbatches[first : first + at_once])
+                        losses += self._pipeline.losses(self.weights, some)
+                total, count = total + loss_sum(losses), count + prepared.num_supervised
+        if not count:
+            raise UserError("there is nothing to evaluate: no batch was given")
+        return total / count, count
 
     def next_logits(
         self,
@@ -269,8 +305,8 @@ class Trainer:
 
     def init_caches(self, num_rows: int, capacity: int) -> list[Cache]:
         """Empty caches of all layers, rows spread over the compute devices."""
-        assert self.model.cached is not None
         self.gate.check()
+        assert self.model.cached is not None
         # The same function object every time, so it is compiled once per size.
         init = self.model.cached.init_cache
         make = jax.jit(init, static_argnums=(0, 1, 2), out_shardings=self._rows)
@@ -291,6 +327,11 @@ class Trainer:
     def kernel_form(self) -> KernelForm:
         """Form of the update kernel in use."""
         return self.gate.kernel_form
+
+    @property
+    def weight_rounding(self) -> WeightRounding:
+        """How masters become the weights that compute."""
+        return self.gate.rounding
 
     @property
     def hyperparameters(self) -> dict[str, float]:
@@ -392,6 +433,7 @@ class Trainer:
         Raises:
           UserError: there is none, it is damaged, or of another model or optimizer.
         """
+        self.gate.check_open()
         self.gate.check_own()
         return restore(self.gate, self.model, newest(pathlib.Path(folder)))
 
@@ -405,6 +447,7 @@ class Trainer:
         self._dropped.detach()
 
     def __enter__(self) -> Trainer:
+        self.gate.check_open()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -425,12 +468,13 @@ class Trainer:
             rows_per_microbatch=self.strategy.rows_per_microbatch,
             most_microbatches=self.strategy.num_microbatches if training else None,
             documents_per_row=self._documents_per_row,
-            seed_and_step=(self._seed, self.gate.version + 1) if draws else None,
+            seed_and_step=(self.seed, self.gate.version + 1) if draws else None,
             token_arrays=self.model.token_arrays,
             shifted=self.model.shift_labels,
         )
 
     def _check_may_train(self) -> None:
+        self.gate.check_open()
         if self._inference_only:
             raise UserError("the trainer was made with inference_only=True, so it cannot train")
 

@@ -20,10 +20,14 @@ slidedp_jax.configure(platform="cpu", num_devices=8, num_host_devices=8)
 import gc
 import pathlib
 
+import hypothesis
 import jax
 import pytest
 import shared_programs
 
+# An example that takes long says that the machine is busy.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_traceback_in_locations_limit", 0)  # a sixth of the time of lowering
 

@@ -92,6 +92,7 @@ def test_a_jax_that_does_not_tell_is_named(monkeypatch):
         jax_internals.backends_have_started()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", jax_internals.CHOOSE_WITHOUT_TIMING)
 def test_xla_knows_the_flags_that_are_set_beside_gpus(name):
     flag = f"--{name}={jax_internals.CHOOSE_WITHOUT_TIMING[name]}"
@@ -100,6 +101,7 @@ def test_xla_knows_the_flags_that_are_set_beside_gpus(name):
     assert f"Unknown flag in XLA_FLAGS: --{name}x" in run(start, XLA_FLAGS=f"--{name}x=0")
 
 
+@pytest.mark.thorough
 def test_xla_knows_the_option_of_multi_output_fusion():
     """It changes what two results over the same inputs are compiled to."""
     code = (
@@ -114,6 +116,7 @@ def test_xla_knows_the_option_of_multi_output_fusion():
     assert plain == unknown != fused
 
 
+@pytest.mark.thorough
 def test_the_number_of_cpu_threads_is_set_by_a_variable():
     code = (
         "import glob, jax\njax.block_until_ready(jax.jit(lambda x: x + 1)(1))\n"

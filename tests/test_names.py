@@ -46,7 +46,9 @@ def run(arguments, *, path=(), python=sys.executable, **options) -> str:
 
 
 @pytest.mark.parametrize("packages", [False, True])
-@pytest.mark.parametrize("where", ["working folder", "installed"])
+@pytest.mark.parametrize(
+    "where", ["working folder", pytest.param("installed", marks=pytest.mark.thorough)]
+)
 def test_a_users_names_and_ours_do_not_meet(where, packages, tmp_path):
     """With the clone on the path, before what is installed."""
     theirs = of_the_user(tmp_path / "theirs", packages=packages)

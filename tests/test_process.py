@@ -42,8 +42,8 @@ def failure(code: str) -> str:
 @pytest.mark.parametrize(
     "use",
     [
-        "import jax; jax.devices()",
-        "import jax.numpy as jnp; jnp.zeros(1)",
+        pytest.param("import jax; jax.devices()", marks=pytest.mark.thorough),
+        pytest.param("import jax.numpy as jnp; jnp.zeros(1)", marks=pytest.mark.thorough),
         "from flax import nnx; nnx.Rngs(0)",
     ],
 )
@@ -58,7 +58,9 @@ def test_too_late_is_an_error_that_says_what_to_move(use):
     assert "move it above nnx.Rngs(...), jnp arrays and jax.devices()" in message
 
 
-@pytest.mark.parametrize("modules", ["jax, optax", "flax.linen, flax.nnx"])
+@pytest.mark.parametrize(
+    "modules", [pytest.param("jax, optax", marks=pytest.mark.thorough), "flax.linen, flax.nnx"]
+)
 def test_importing_before_is_fine(modules):
     result = run(
         f"import {modules}, jax, slidedp_jax\n"
@@ -77,9 +79,54 @@ def test_twice_the_same_is_fine_and_another_time_different_is_not():
         "assert again is first\n"
         "slidedp_jax.configure(platform='cpu', num_devices=4, num_host_devices=4)"
     )
-    assert message.startswith("RuntimeError: configure() already fixed")
-    assert "num_devices=2" in message
-    assert "num_devices=4" in message
+    assert message.startswith(
+        "RuntimeError: configure() already fixed num_devices=2, num_host_devices=2 in this "
+        "process; now it is asked for num_devices=4, num_host_devices=4."
+    )
+    assert message.endswith("call configure() once, or with equal arguments")
+
+
+AGAIN = """
+import sys
+import slidedp_jax
+first = slidedp_jax.configure({before})
+assert slidedp_jax.configure({before}) is first
+try:
+    print(slidedp_jax.configure({after}) is first)
+except RuntimeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("setting", "before", "after"),
+    [
+        ("device_memory_fraction", 0.92, 0.5),
+        ("pinned_limit_gib", 20, 30),
+        ("compilation_cache", None, "there"),
+    ],
+)
+def test_another_value_of_any_setting_is_named(setting, before, after, tmp_path):
+    if after == "there":
+        after = str(tmp_path / after)
+    values = [f"platform='cpu', {setting}={value!r}" for value in (before, after)]
+    message = run(AGAIN.format(before=values[0], after=values[1])).stdout.strip()
+    assert message.startswith(
+        f"configure() already fixed {setting}={before!r} in this process; now it is asked for "
+        f"{setting}={after!r}. JAX reads these once"
+    )
+
+
+def test_arguments_that_mean_the_same_are_the_same():
+    """The default number of devices, and the cache that there is none of on CPUs."""
+    same = run(
+        AGAIN.format(
+            before="platform='cpu'",
+            after="platform='auto', compilation_cache=None, num_devices=None",
+        ),
+        JAX_PLATFORMS="cpu",
+    )
+    assert same.stdout.strip() == "True", same.stderr
 
 
 def test_a_trainer_without_configure_names_it():
@@ -108,10 +155,10 @@ print(json.dumps([[d.id for d in compute], [d.id for d in host], [d.platform for
 @pytest.mark.parametrize(
     ("arguments", "num_compute", "num_host"),
     [
-        ("num_devices=2, num_host_devices=4", 2, 4),
+        pytest.param("num_devices=2, num_host_devices=4", 2, 4, marks=pytest.mark.thorough),
         ("num_devices=3, num_host_devices=4", 3, 6),  # up to a multiple
-        ("num_devices=8", 8, 8),
-        ("num_host_devices=1", 1, 1),
+        pytest.param("num_devices=8", 8, 8, marks=pytest.mark.thorough),
+        pytest.param("num_host_devices=1", 1, 1, marks=pytest.mark.thorough),
     ],
 )
 def test_compute_and_host_devices_are_disjoint(arguments, num_compute, num_host):
@@ -142,7 +189,10 @@ def test_flags_of_the_user_are_kept():
 def test_beside_gpus_no_stopwatch_chooses_kernels(given, level):
     """Unless the user wants it; XLA ends the process where it does not know a flag."""
     code = (
-        "import os\nfrom slidedp_jax import process\nprocess._set_environment('cuda', 0.9, 8)\n"
+        "import os\nfrom slidedp_jax import process\n"
+        "process._set_environment(process.ProcessSetup(platform='cuda', num_devices=1,\n"
+        "    device_ids=None, num_host_devices=1, device_memory_fraction=0.9,\n"
+        "    pinned_limit_gib=8, compilation_cache=None))\n"
         "import jax\njax.config.update('jax_platforms', 'cpu')\njax.devices()\n"
         "print(os.environ['XLA_FLAGS'])"
     )
@@ -162,6 +212,19 @@ def test_beside_gpus_no_stopwatch_chooses_kernels(given, level):
         (
             "platform='cpu', device_ids=(0, 1)",
             "ValueError: device_ids names GPUs, but the platform is cpu; use num_devices",
+        ),
+        (
+            "platform='cpu', device_memory_fraction=1.5",
+            "ValueError: device_memory_fraction=1.5; a share of GPU memory above 0, at most 1",
+        ),
+        (
+            "platform='cpu', pinned_limit_gib=0",
+            "ValueError: pinned_limit_gib=0; at least 1 is needed",
+        ),
+        (
+            "device_ids=(1, 1)",
+            "ValueError: device_ids=(1, 1); name each GPU once, by its index from 0 among the "
+            "visible ones",
         ),
         (
             "num_devices=3, device_ids=(0, 1)",

@@ -8,6 +8,9 @@ of its own. The yardstick is an in-place triad (a = a * s + b) over the same hos
 rate is taken alone and beside copies made by another process: to and from the GPU where there is
 one, else from memory to memory. Prints a table and writes OUT.json with the raw samples.
 
+With --weight_rounding it compares the two roundings instead: both updates in one process, in turns,
+on the host and, where there is a GPU, on that.
+
 Bytes are counted as the update must move them, per parameter: high 2, low 2, mu 4 and nu 4, read
 and written, and a bf16 gradient of 2, read: 26. A variant that moves more shows as a lower rate.
 """
@@ -25,26 +28,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from typing import Any, get_args
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 import bench_record
+import rounding_rates
 from running_copies import Exchange, copier, timed
+from update_variant import UpdateVariant, pointers
 
 from slidedp_jax import jax_internals
 from slidedp_jax.update.kernel_form import KernelForm
 
-UPDATE_BYTES = 2 * (2 + 2 + 4 + 4) + 2
 TORCH_BYTES = 2 * (4 + 4 + 4) + 4
 TRIAD_BYTES = 4 + 4 + 4
 
 DEFAULT_BLOCK = 4096
-PROBE_ELEMENTS = 1 << 19
-"""Elements per device of the first, short run; a form slow on it is not run on the full size."""
-SLOWEST_GPARAMS_PER_S = 0.02
-"""Per host device. A loop that XLA does not update in place falls far below it."""
 
 
 def parse() -> argparse.Namespace:
@@ -61,6 +60,10 @@ def parse() -> argparse.Namespace:
         help="elements per block, all with the first number of host devices, the first with others",
     )  # fmt: skip
     parser.add_argument("--forms", nargs="+", help="kernel forms; default: all")
+    parser.add_argument(
+        "--weight_rounding", "--weight-rounding", action="store_true",
+        help="compare dither with nearest, in the form that training uses",
+    )  # fmt: skip
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--exchange", type=pathlib.Path, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -87,7 +90,7 @@ def main() -> None:
             print(f"{time.perf_counter() - start:5.0f} s  {label(job)}: {error or 'done'}")
             sys.stdout.flush()
             bench_record.save(args.out, record)
-    print(table(record))
+    print(rounding_rates.table(record) if args.weight_rounding else table(record))
 
 
 def jobs(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -95,6 +98,8 @@ def jobs(args: argparse.Namespace) -> list[dict[str, Any]]:
     cores = len(os.sched_getaffinity(0))
     counts = args.num_host_devices or [max(1, cores - 1), cores, max(1, cores * 3 // 4)]
     counts = list(dict.fromkeys(counts))
+    if args.weight_rounding:
+        return rounding_rates.jobs(counts[:1] if not args.num_host_devices else counts)
     plan: list[dict[str, Any]] = []
     for position, count in enumerate(counts):
         for fusion in (True, False):
@@ -108,6 +113,8 @@ def jobs(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def label(job: dict[str, Any]) -> str:
+    if job["what"] == "roundings":
+        return rounding_rates.label(job)
     if job["what"] == "torch":
         return f"torch fused AdamW, {job['threads']} threads"
     return f"{job['host_devices']} host devices, fusion {'on' if job['fusion'] else 'off'}"
@@ -119,11 +126,9 @@ def run_child(
     """Results of one process and, when it failed, the end of what it said."""
     cores = len(os.sched_getaffinity(0))
     # configure() asks for more threads than cores on CPU-only machines; here rates are compared.
-    environment = {
-        **os.environ,
-        jax_internals.NUM_CPU_THREADS: str(cores),
-        "JAX_PLATFORMS": "cpu",
-    }
+    environment = {**os.environ, jax_internals.NUM_CPU_THREADS: str(cores)}
+    if job.get("where") != "device":
+        environment["JAX_PLATFORMS"] = "cpu"
     fusion = jax_internals.BACKEND_OPTIONS + jax_internals.MULTI_OUTPUT_FUSION
     flags = [flag for flag in jax_internals.xla_flags() if "multi_output" not in flag]
     if job.get("fusion"):
@@ -151,6 +156,8 @@ def measure(job: dict[str, Any], args: argparse.Namespace) -> list[dict[str, Any
     exchange = Exchange(args.exchange)
     if job["what"] == "torch":
         return measure_torch(job, args, exchange)
+    if job["what"] == "roundings":
+        return [rounding_rates.measure(job, args)]
     return measure_updates(job, args, exchange)
 
 
@@ -187,93 +194,6 @@ def measure_updates(
 
 def kernel_forms() -> tuple[KernelForm, ...]:
     return get_args(KernelForm)
-
-
-class UpdateVariant:
-    """One form and block size of the update, on a state made for it."""
-
-    def __init__(self, form: KernelForm, block_size: int, sharding: Any):
-        import optax
-
-        from slidedp_jax.update.elementwise import ElementwiseOptimizer
-        from slidedp_jax.update.treatments import Treatments
-        from slidedp_jax.update.update_kernel import UpdateKernels
-
-        transformation = optax.adamw(
-            1e-5,
-            b1=0.9,
-            b2=0.95,
-            weight_decay=0.1,
-            mask=lambda params: {name: leaf.ndim > 1 for name, leaf in params.items()},
-        )
-        shapes = {"matrix": (1024, 1024), "vector": (1024,)}
-        (optimizer,) = Treatments(transformation, shapes).optimizers
-        assert isinstance(optimizer, ElementwiseOptimizer)
-        self.optimizer = optimizer
-        self.sharding = sharding
-        self.block_size = block_size
-        self.kernels = UpdateKernels(self.optimizer, sharding, block_size=block_size, form=form)
-
-    def measure(self, args: argparse.Namespace, exchange: Exchange) -> dict[str, Any]:
-        """Times on the full size, or on a short one for a form that is not worth more."""
-        step, size, _ = self.prepare(min(PROBE_ELEMENTS, args.elements_per_device))
-        probe = size / statistics.median(timed(step, 3)) / 1e9
-        if probe < SLOWEST_GPARAMS_PER_S * self.sharding.mesh.size:
-            return {
-                "elements": size,
-                "bytes_per_element": UPDATE_BYTES,
-                "seconds": timed(step, 3),
-                "note": "too slow for the full size",
-            }
-        step, size, in_place = self.prepare(args.elements_per_device)
-        rates = exchange.rates(step, size, UPDATE_BYTES, args.repeats)
-        return {**rates, "in_place": in_place()}
-
-    def prepare(self, per_device: int) -> tuple[Callable[[], None], int, Callable[[], bool]]:
-        """(one update, elements, whether the state still lies where it lay)."""
-        import jax
-        import jax.numpy as jnp
-        import numpy as np
-
-        from slidedp_jax.state.layout import FlatLayout
-
-        num_devices = self.sharding.mesh.size
-        blocks = max(1, per_device // self.block_size) * num_devices
-        vectors = max(1, blocks // 64)
-        layout = FlatLayout(
-            name=f"chunk of {blocks} blocks",
-            slots=(),
-            block_size=self.block_size,
-            num_pieces=num_devices,
-            block_groups=(0,) * (blocks - vectors) + (1,) * vectors,
-        )
-        size = layout.padded_size
-
-        def full(value: float, dtype: Any) -> jax.Array:
-            make = jax.jit(lambda: jnp.full(size, value, dtype), out_shardings=self.sharding)
-            array: jax.Array = jax.block_until_ready(make())
-            return array
-
-        values = (0.02, 77, *(1e-4 for _ in self.optimizer.state_dtypes))
-        dtypes = (jnp.bfloat16, jnp.int16, *self.optimizer.state_dtypes)
-        state = {"arrays": tuple(map(full, values, dtypes))}
-        gradient = full(1e-3, jnp.bfloat16)
-        shared = self.kernels.place_shared(
-            [np.asarray(leaf + 7, leaf.dtype) for leaf in self.optimizer.initial_shared()]
-        )
-        start = pointers(state["arrays"])
-
-        def step() -> None:
-            state["arrays"] = jax.block_until_ready(
-                self.kernels.start_update(layout, state["arrays"], [gradient], shared, 2.0, 1.0)
-            )
-
-        step()
-        return step, size, lambda: pointers(state["arrays"]) == start
-
-
-def pointers(arrays: Any) -> list[int]:
-    return [address for array in arrays for address in jax_internals.addresses(array)]
 
 
 def measure_triad(sharding: Any, args: argparse.Namespace, exchange: Exchange) -> dict[str, Any]:

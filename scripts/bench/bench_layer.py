@@ -254,6 +254,7 @@ def time_plain_step(bench: Bench) -> None:
         tied=model.tied,
         programs=bench.programs,
         prefetch_depth=1,
+        make_room=lambda: None,  # nothing leaves
         tracer=RecordingTracer(),
     )
     chunks = {0: (embed,), depth + 1: (head,)} | {n + 1: (t,) for n, t in enumerate(trees)}

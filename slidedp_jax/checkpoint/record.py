@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from slidedp_jax.errors import UserError
+from slidedp_jax.state.weight_rounding import WeightRounding
 from slidedp_jax.update.kernel_form import KernelForm, kernel_form, major_minor
 from slidedp_jax.update.state_gate import StateGate, StateReader
 from slidedp_jax.update.state_meaning import digest
@@ -39,6 +40,8 @@ _TYPES: Mapping[str, type | tuple[type, ...]] = {
 """Of the entries that every record has; later versions added some that older ones lack."""
 
 _DIGEST = "digest"
+ROUNDING = "weight_rounding"
+"""Entry of how masters become the weights that compute."""
 _PROGRAM_PACKAGES = ("jax", "optax")
 """Their versions decide how an optimizer's programs are written down."""
 
@@ -66,6 +69,7 @@ def describe(
         "optimizer_state_names": meaning.names,
         "optimizer_programs": meaning.programs,
         "kernel_form": gate.kernel_form,
+        ROUNDING: gate.rounding.record(),
         "ema_decay": gate.ema_decay,
         "extra": dict(extra),
     }
@@ -103,7 +107,7 @@ def read_record(checkpoint: pathlib.Path) -> dict[str, Any]:
     wrong = [name for name, kind in _TYPES.items() if not isinstance(record[name], kind)]
     if wrong or record["step"] < 0 or stored not in (None, _digest(record)):
         raise _damaged(path, f"{wrong[0] if wrong else 'its content'} is not what was written")
-    return record
+    return {ROUNDING: WeightRounding.recorded(None).record(), **record}
 
 
 def check_fits(
@@ -128,6 +132,7 @@ def check_fits(
         )
     if record["kernel_form"] not in get_args(KernelForm):
         raise _damaged(checkpoint / RECORD, f"kernel_form is {record['kernel_form']!r}")
+    recorded_rounding(checkpoint, record)
 
 
 def check_configuration(
@@ -146,6 +151,18 @@ def check_configuration(
             "Bring the model's config.json back to what it was, or export the checkpoint and start "
             "a new run from that"
         )
+
+
+def recorded_rounding(checkpoint: pathlib.Path, record: Mapping[str, Any]) -> WeightRounding:
+    """How the run that saved a checkpoint made the weights that computed from its masters.
+
+    Raises:
+      UserError: the record is damaged.
+    """
+    try:
+        return WeightRounding.recorded(record[ROUNDING])
+    except ValueError as error:
+        raise _damaged(checkpoint / RECORD, str(error)) from None
 
 
 def form_to_go_on_with(record: Mapping[str, Any]) -> KernelForm:

@@ -26,6 +26,7 @@ from slidedp_jax.checkpoint.record import (
     describe,
     form_to_go_on_with,
     read_record,
+    recorded_rounding,
     shared_state,
     write_record,
 )
@@ -137,7 +138,8 @@ def restore(gate: StateGate, model: StreamedModel, checkpoint: pathlib.Path) -> 
         gate.take_kernel_form(form_to_go_on_with(record))
         if gate.holds_weights:
             _of_all_items(gate, model, checkpoint, record, lambda *_: None)
-        with gate.writing() as writer:
+        rounding = gate.rounding_to_go_on_with(recorded_rounding(checkpoint, record))
+        with gate.writing(rounding) as writer:
             _of_all_items(
                 gate,
                 model,

@@ -51,6 +51,8 @@ _MAY_CHANGE = frozenset(
         "disable_tqdm",
         "export",
         "export_dtype",
+        "export_rounding",
+        "weight_rounding",
         "sample_prompts",
         "sample_max_new_tokens",
         "on_nonfinite",
@@ -70,7 +72,7 @@ class RunFolder:
       root: the output folder.
       resume_from: checkpoint to go on from, if any.
       lock: holds the folder for this run.
-      previous: what `run_record.read_run` gave of the run in the folder that this one continues.
+      previous: what `record.read_run` gave of the run in the folder that this one continues.
       notes: for the user.
       replaces: the run in the folder is to be replaced.
     """

@@ -11,8 +11,9 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from slidedp_jax.checkpoint.record import read_record
+from slidedp_jax.checkpoint.record import ROUNDING, read_record
 from slidedp_jax.errors import UserError
+from slidedp_jax.state.weight_rounding import WeightRounding
 from slidedp_jax.whole_files import write_whole
 
 NAME = "run.json"
@@ -26,6 +27,7 @@ def essential(record: Mapping[str, Any]) -> dict[str, Any]:
         "arguments": record["arguments"],
         "strategy": record["plan"]["chosen"]["strategy"],
         "planned_for": record["planned_for"],
+        ROUNDING: record[ROUNDING],
         "versions": record["versions"],
         "xla_flags": record["xla_flags"],
     }
@@ -59,6 +61,7 @@ def read_run(
             "arguments": dict(arguments),
             "strategy": record.get("plan", {}).get("chosen", {}).get("strategy"),
             "planned_for": record.get("planned_for"),
+            ROUNDING: WeightRounding.recorded(record.get(ROUNDING)).record(),
             "versions": record.get("versions", {}),
             "xla_flags": record.get("xla_flags"),
         }, []

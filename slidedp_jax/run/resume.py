@@ -15,7 +15,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from slidedp_jax.checkpoint.record import check_configuration, read_record
+from slidedp_jax.checkpoint.record import ROUNDING, check_configuration, read_record
 from slidedp_jax.errors import UserError
 from slidedp_jax.planner.strategy import Strategy
 from slidedp_jax.process import current_setup
@@ -23,6 +23,7 @@ from slidedp_jax.run.arguments import TrainArguments
 from slidedp_jax.run.checks import RunInputs
 from slidedp_jax.run.learning_rate import learning_rate
 from slidedp_jax.run.record import IN_CHECKPOINT
+from slidedp_jax.state.weight_rounding import Rounding, WeightRounding
 
 DECIDE_PLANS = (
     "device_memory_budget",
@@ -70,7 +71,8 @@ class Resumption:
         Raises:
           UserError: the data, its order or the model's configuration are others.
         """
-        check_configuration(self.checkpoint, self.record, dataclasses.asdict(inputs.config))
+        config = inputs.pretrained.config
+        check_configuration(self.checkpoint, self.record, dataclasses.asdict(config))
         inputs.source.restore(self.extra.get("data", {}))
         left = inputs.source.steps_until(args.num_train_epochs)
         return dataclasses.replace(
@@ -148,22 +150,46 @@ def recorded_strategy(
         return None, [f"planned anew, which may change the last bits: {error}"]
 
 
+def rounding_to_begin_with(
+    previous: Mapping[str, Any] | None, args: TrainArguments
+) -> Rounding | None:
+    """How a run without checkpoints rounds its weights; None for the usual way.
+
+    What is asked for, else what decided the bits of the run that this one repeats: that of
+    `plan_from`, or one in its folder that ended before its first checkpoint.
+
+    Raises:
+      UserError: `plan_from` holds none.
+    """
+    if args.weight_rounding is not None:
+        return args.weight_rounding
+    if args.plan_from is not None:
+        return _of_file(pathlib.Path(args.plan_from))[1]
+    return None if previous is None else WeightRounding.recorded(previous[ROUNDING]).rounding
+
+
 def _strategy_of_file(path: pathlib.Path) -> Strategy:
     """The strategy in another run's `run.json`.
 
     Raises:
       UserError: it has none, or one for other devices.
     """
+    return _of_file(path)[0]
+
+
+def _of_file(path: pathlib.Path) -> tuple[Strategy, Rounding]:
+    """What of a `run.json` decides bits in another run."""
     try:
         record = json.loads(path.read_bytes().decode())
         strategy = Strategy.recorded(record["plan"]["chosen"]["strategy"])
+        rounding = WeightRounding.recorded(record.get(ROUNDING)).rounding
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(
             f"plan_from {path} holds no plan ({error}); give the run.json of a run"
         ) from None
     if changed := _other_devices(record.get("planned_for")):
         raise UserError(f"plan_from {path} was made for other devices: {'; '.join(changed)}")
-    return strategy
+    return strategy, rounding
 
 
 def _other_devices(before: Mapping[str, Any] | None) -> list[str]:

@@ -25,7 +25,8 @@ from slidedp_jax.jax_internals import addresses, raw_view
 from slidedp_jax.state.device_state import DevicePartState
 from slidedp_jax.state.layout import FROZEN, ChunkLayout, FlatLayout, Slot
 from slidedp_jax.state.pinned_memory import PageLock
-from slidedp_jax.state.split_float import join_numpy, split_numpy
+from slidedp_jax.state.split_float import DitherOf, join_numpy, split_numpy
+from slidedp_jax.state.weight_rounding import WeightRounding
 
 HOST_AXIS = "host"
 
@@ -91,6 +92,10 @@ class HostStore:
       device_sharding: of the arrays of chunks whose state stays on the compute devices; one of
         these is needed for page-locking too.
       upload_low: whether `low` is uploaded too (fp32 compute) and so page-locked.
+      rounding: how masters become `high`.
+
+    Attributes:
+      rounding: the same. To go on with another, write every parameter anew after changing it.
     """
 
     def __init__(
@@ -101,6 +106,7 @@ class HostStore:
         *,
         device_sharding: NamedSharding,
         upload_low: bool,
+        rounding: WeightRounding,
     ):
         self.mesh = Mesh(
             np.array(host_devices), (HOST_AXIS,), axis_types=(jax.sharding.AxisType.Auto,)
@@ -109,6 +115,7 @@ class HostStore:
             self.mesh, PartitionSpec(HOST_AXIS), memory_kind="pinned_host"
         )
         self.layouts = tuple(layouts)
+        self.rounding = rounding
         self.chunks = self._allocate(state_dtypes, device_sharding)
         self.whole_state: dict[str, list[jax.Array]] = {}
         self._lock = PageLock(device_sharding.mesh.devices.flat[0])
@@ -194,7 +201,9 @@ class HostStore:
             raise ValueError(f"parameter {name} has shape {slot.shape}, got {tuple(values.shape)}")
         flat = values.reshape(-1)
         for start in range(0, slot.size, _ELEMENTS_AT_ONCE):
-            high, low = split_numpy(flat[start : start + _ELEMENTS_AT_ONCE])
+            high, low = split_numpy(
+                flat[start : start + _ELEMENTS_AT_ONCE], self._dither_from(name, start)
+            )
             part.write(0, slot.offset + start, high)
             part.write(1, slot.offset + start, low)
 
@@ -205,8 +214,13 @@ class HostStore:
         for start in range(0, slot.size, _ELEMENTS_AT_ONCE):
             some = out[start : start + _ELEMENTS_AT_ONCE]
             high, low = (part.read(index, slot.offset + start, len(some)) for index in (0, 1))
-            some[:] = join_numpy(high, low)
+            some[:] = join_numpy(high, low, self._dither_from(name, start))
         return out.reshape(slot.shape)
+
+    def read_rounded(self, name: str) -> np.ndarray:
+        """The bf16 weights of a parameter that devices compute with, a fresh array of its shape."""
+        part, slot = self._find(name)
+        return part.read(0, slot.offset, slot.size).reshape(slot.shape)
 
     def state_specs(self, name: str) -> list[jax.ShapeDtypeStruct]:
         """Shape and dtype of each optimizer state array of a parameter; none if it is frozen."""
@@ -255,6 +269,10 @@ class HostStore:
         self.chunks = []
         self._slots = {}
         self.whole_state = {}
+
+    def _dither_from(self, name: str, first: int) -> DitherOf:
+        """Dithers of a parameter's elements, counted from `first`."""
+        return lambda start, size: self.rounding.dither(name, first + start, size)
 
     def _find(self, name: str) -> tuple[AnyPartState, Slot]:
         if name not in self._slots:

@@ -190,9 +190,9 @@ class ChunkLayout:
         )
         return (parts, self.trees, self.leaf_parts)
 
-    def unpack(self, flats: Sequence[jax.Array]) -> tuple[Any, ...]:
-        """One flat array per part -> one tree of parameters per stage; for use inside a trace."""
-        leaves = [iter(part.cut(flat)) for part, flat in zip(self.parts, flats, strict=True)]
+    def unpack(self, parameters: Sequence[Sequence[jax.Array]]) -> tuple[Any, ...]:
+        """The parameters of each part, in the order of its slots -> one tree per stage."""
+        leaves = [iter(own) for own in parameters]
         return self.unflatten([next(leaves[part]) for part in self.leaf_parts])
 
     def pack(self, trees: Sequence[Any], dtype: jnp.dtype) -> tuple[jax.Array, ...]:

@@ -14,7 +14,10 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from slidedp_jax.jax_internals import page_lock, page_unlock
+from slidedp_jax.errors import UserError
+from slidedp_jax.jax_internals import PINNED_LIMIT_GIB, page_lock, page_unlock
+from slidedp_jax.planner.hardware import GIB, size_text
+from slidedp_jax.process import current_setup
 
 SMALLEST_LOCKED_BYTES = 1 << 20
 """Smaller ranges share pages with their neighbours and cannot be registered; copies of them are
@@ -60,6 +63,21 @@ class PageLock:
         while self._pointers:
             assert self._gpu is not None
             page_unlock(self._gpu, self._pointers.pop())
+
+
+def check_pinned_limit(regions: Sequence[int], device: jax.Device) -> None:
+    """Whether the pool may become as large as `regions`, bytes each, before anything is made.
+
+    Raises:
+      UserError: its limit, fixed at the start of the process, is lower.
+    """
+    limit_gib, need = current_setup().pinned_limit_gib, sum(regions)
+    if device.platform != "cpu" and need > limit_gib * GIB:
+        raise UserError(
+            f"the gradients of a step wait in {size_text(need)} of page-locked memory, and this "
+            f"process allows {limit_gib} GiB: pass pinned_limit_gib={-(-need // GIB)} to "
+            f"slidedp_jax.configure(), or set {PINNED_LIMIT_GIB} to that, if the host has it"
+        )
 
 
 def reserve_pinned(regions: Sequence[int], device: jax.Device) -> None:

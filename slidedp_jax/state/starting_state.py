@@ -16,7 +16,8 @@ from slidedp_jax.planner.pinned_pool import pool_regions
 from slidedp_jax.planner.strategy import Strategy
 from slidedp_jax.state.host_store import HostStore
 from slidedp_jax.state.layout import ChunkLayout
-from slidedp_jax.state.pinned_memory import reserve_pinned
+from slidedp_jax.state.pinned_memory import check_pinned_limit, reserve_pinned
+from slidedp_jax.state.weight_rounding import WeightRounding
 
 
 class ToBeRestored:
@@ -41,6 +42,7 @@ def make_state(
     device_sharding: NamedSharding,
     *,
     parameters: Parameters | None,
+    rounding: WeightRounding,
     seed: int,
     for_training: bool,
 ) -> HostStore:
@@ -54,21 +56,25 @@ def make_state(
       host_devices: CPU devices over which the state is sharded.
       device_sharding: over the compute devices.
       parameters: starting weights; None for the model's initial values.
-      seed: of those.
+      rounding: how masters become the weights that compute.
+      seed: of the model's initial values.
       for_training: make page-locked memory for gradients.
 
     Raises:
-      UserError: `parameters` are not those of the model.
+      UserError: `parameters` are not those of the model, or the gradients exceed the limit of
+        page-locked memory.
     """
+    devices = list(device_sharding.mesh.devices.flat)
+    regions = gradient_regions(layouts, strategy, len(devices)) if for_training else ()
+    check_pinned_limit(regions, devices[0])
     store = HostStore(
         layouts,
         host_devices,
         state_dtypes,
         device_sharding=device_sharding,
         upload_low=strategy.compute_dtype == "float32",
+        rounding=rounding,
     )
-    devices = list(device_sharding.mesh.devices.flat)
-    regions = gradient_regions(layouts, strategy, len(devices)) if for_training else ()
     try:
         with ThreadPoolExecutor(1) as pool:
             # Page-locking is the driver's work and goes on beside the reading of the weights.

@@ -3,8 +3,9 @@
 A batch is a mapping of NumPy arrays [R, T] for R rows of one step (all devices and microbatches):
 `input_ids` and `labels` in the Hugging Face convention (labels aligned with the inputs, -100 where
 nothing is supervised; position t predicts label t + 1 unless the model says otherwise), optionally
-`segment_ids` (0 padding, documents 1, 2, ...; needed for packed or padded rows) and `positions`.
-`row_ids`, a sequence of any length, are the numbers of the source rows in it, which errors name.
+`segment_ids` (0 padding, documents 1, 2, ...; needed where a row holds several documents, or
+padding before its first) and `positions`. `row_ids`, a sequence of any length, are the numbers of
+the source rows in it, which errors name.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class PreparedBatch:
       microbatches: per microbatch, the arrays of `models.streamed.Batch` for all devices,
         [G * rows_per_microbatch, T], rows of one device together.
       num_supervised: supervised target tokens of the step.
-      num_tokens: tokens that are not padding.
+      num_tokens: tokens that are not padding, as far as `segment_ids` tell.
       row_ids: numbers of the source rows, as given.
     """
 

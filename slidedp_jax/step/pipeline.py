@@ -44,6 +44,7 @@ class Pipeline:
       kept_chunks: top layer chunks whose weights and intermediate results stay on the device
         between forward and backward.
       sums_beside: gradients are summed over the devices while the chunk below computes.
+      make_room: waits until one gradient more may be on its way off the devices.
       tracer: takes note of what is issued.
     """
 
@@ -58,6 +59,7 @@ class Pipeline:
         prefetch_depth: int,
         kept_chunks: int = 0,
         sums_beside: bool = False,
+        make_room: Callable[[], None],
         tracer: Tracer,
     ):
         self._layouts = layouts
@@ -67,6 +69,7 @@ class Pipeline:
         self._programs = programs
         self._depth = prefetch_depth
         self._sums_beside = sums_beside
+        self._await_room = make_room
         self._tracer = tracer
         self._head = len(layouts) - 1
         self._lowest = next(i for i, layout in enumerate(layouts) if layout.trained_parts)
@@ -106,6 +109,7 @@ class Pipeline:
             if trees is None:
                 trees = weights.take(chunk)
             self._prefetch(weights, self._fetched_below(chunk))
+            self._make_room()
             dxs, chunk_sums, packed = self._chunk_backward(
                 chunk, trees, left, dxs, microbatches, scale, above
             )
@@ -124,6 +128,7 @@ class Pipeline:
                 # Nothing but dxs marks the end of this chunk, and the next program takes those.
                 jax.block_until_ready(dxs)
         if self._lowest == 0:
+            self._make_room()
             embed_sums = self._embed_pass(weights, dxs, microbatches, embed_sums)
         # Beside the embedding's pass, which is short; an update of this chunk may begin now.
         jax.block_until_ready(above.done)
@@ -137,7 +142,7 @@ class Pipeline:
         )
 
     def losses(self, weights: WeightSource, microbatches: Sequence[DeviceBatch]) -> list[jax.Array]:
-        """Forward only; `StepOutputs.losses`."""
+        """Forward only, by the programs of a step; `StepOutputs.losses`."""
         embed, left = self._forward(weights, microbatches, keep_from=self._head)
         head = weights.take(self._head)[0]
         losses = [
@@ -200,7 +205,8 @@ class Pipeline:
     ) -> tuple[Any, LeftByForward]:
         """The embedding's weights if tied, and what is left of the chunks from `keep_from` on.
 
-        With `keep_from` at the head, nothing will run backward but the head.
+        With `keep_from` at the head, nothing will run backward but the head. The programs are the
+        same, as others would differ in the last bits; what they keep is let go at once.
         """
         embed = weights.take(0)[0]
         self._prefetch(weights, range(1, self._head + 1))
@@ -217,10 +223,12 @@ class Pipeline:
             self._prefetch(weights, range(chunk + 1, self._head + 1))
             previous = xs
             with self._tracer.span("compute", f"forward {self._layouts[chunk].name}"):
-                if keep_from < self._head and chunk >= self._last_layers:
+                if chunk >= self._last_layers:
                     left.kinds[chunk] = self._kind(chunk, trees, previous[0], microbatches)
                 xs = self._chunk_forward(chunk, trees, previous, microbatches, left)
-            if chunk in left.kinds and chunk in self._kept:
+            if keep_from == self._head:
+                left.residuals.pop(chunk, None)
+            elif chunk in self._kept:
                 left.trees[chunk] = trees
             if keep_from <= chunk + 1:
                 left.inputs.append(xs)
@@ -303,6 +311,7 @@ class Pipeline:
         head = weights.take(self._head)[0]
         self._prefetch(weights, self._fetched_below(self._head - 1))
         program = self._programs.head_backward(len(microbatches) > 1, self._lowest < self._head)
+        self._make_room()
         losses, dxs, sums = [], [], None
         with self._tracer.span("compute", "head and loss"):
             for x, batch in zip(xs, microbatches, strict=True):
@@ -394,6 +403,7 @@ class Pipeline:
             return InFlight(chunk=chunk, done=done)
         if self._sums_beside and chunk > self._last_layers:
             return InFlight(chunk=chunk, done=done, unsent=sums)
+        self._make_room()
         packed = self._programs.wire.pack(layout, sums)
         return InFlight(chunk=chunk, done=[self._sent(chunk, packed, squares, sink)])
 
@@ -410,6 +420,15 @@ class Pipeline:
         with self._tracer.span("d2h", f"download {self._layouts[chunk].name}"):
             sink(chunk, wires)
         return end
+
+    def _make_room(self) -> None:
+        """Before a gradient is computed, or packed: what is on its way must not pile up.
+
+        The devices are still at work on the chunk above, so waiting costs nothing unless copies are
+        slower than backward.
+        """
+        with self._tracer.span("wait", "wait for gradients to leave"):
+            self._await_room()
 
     def _prefetch(self, weights: WeightSource, order: Sequence[int]) -> None:
         """Start the next copies, as deep as allowed; stop at the first that would have to wait."""

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from slidedp_jax.jax_internals import is_ready
-from slidedp_jax.planner.strategy import GradientRoute, WeightRoute
+from slidedp_jax.planner.strategy import GRADIENTS_IN_FLIGHT, GradientRoute, WeightRoute
 from slidedp_jax.state.layout import ChunkLayout, FlatLayout
 from slidedp_jax.transfer.copies import download, on_host_devices, upload
 
@@ -119,6 +119,7 @@ class GradientPath:
         self.wire_dtype = wire_dtype
         self._mesh = mesh
         self._host_sharding = host_sharding
+        self._leaving: list[ArrivingGradient] = []
 
     def to_wire(self, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Inside `shard_map`: own gradient [n] -> (what this device sends, its sum of squares [1]).
@@ -153,12 +154,24 @@ class GradientPath:
         """
         if layout.resident:
             return StayingGradient(wires=tuple(wires))
-        return ArrivingGradient(
+        gradient = ArrivingGradient(
             pinned=tuple(download(wire) for wire in wires),
             num_summands=self._mesh.size if self.sums_on_host else 1,
             layouts=layout.trained_parts,
             host_sharding=self._host_sharding,
         )
+        self._leaving.append(gradient)
+        return gradient
+
+    def make_room(self) -> None:
+        """Wait until one gradient more may be on its way off the devices.
+
+        The planner counts `GRADIENTS_IN_FLIGHT`; where copies are slower than backward, more would
+        pile up. Copies end in the order in which they were started.
+        """
+        self._leaving = [gradient for gradient in self._leaving if not gradient.has_arrived()]
+        while len(self._leaving) >= GRADIENTS_IN_FLIGHT:
+            self._leaving.pop(0).wait()
 
 
 class Gradient(Protocol):

@@ -12,13 +12,17 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
+import numpy as np
+from jax.sharding import NamedSharding
 
 from slidedp_jax.state.device_state import DevicePartState
 from slidedp_jax.state.fences import Fences
 from slidedp_jax.state.host_store import AnyPartState, HostStore
-from slidedp_jax.state.layout import ChunkLayout
+from slidedp_jax.state.layout import ChunkLayout, FlatLayout
+from slidedp_jax.state.weight_rounding import WeightRounding
 from slidedp_jax.tracer import Tracer
 from slidedp_jax.transfer.routes import FetchedChunk, WeightPath
+from slidedp_jax.transfer.wire_programs import DitherKeys
 
 
 class WeightSource(Protocol):
@@ -38,15 +42,26 @@ class WeightSource(Protocol):
 
 
 class StreamedWeights:
-    """Weights of the version that `require` names, from the host state."""
+    """Weights of the version that `require` names, from the host state.
+
+    Args:
+      store: the state.
+      fences: versions of its chunks.
+      path: weight route.
+      unpack: from what was fetched to trees.
+      everywhere: on all compute devices alike.
+      with_low: whether both halves of the masters are fetched (fp32 compute).
+      tracer: takes note of copies.
+    """
 
     def __init__(
         self,
         store: HostStore,
         fences: Fences,
         path: WeightPath,
-        unpack: Callable[[ChunkLayout, FetchedChunk], Any],
+        unpack: Callable[[ChunkLayout, FetchedChunk, DitherKeys], Any],
         *,
+        everywhere: NamedSharding,
         with_low: bool,
         tracer: Tracer,
     ):
@@ -54,6 +69,8 @@ class StreamedWeights:
         self._fences = fences
         self._path = path
         self._unpack = unpack
+        self._everywhere = everywhere
+        self._keys: tuple[WeightRounding | None, dict[int, DitherKeys]] = (None, {})
         self._fields = (0, 1) if with_low else (0,)
         self._tracer = tracer
         self._arriving: dict[int, FetchedChunk] = {}
@@ -84,7 +101,7 @@ class StreamedWeights:
                 self._fences.wait_committed(chunk, self._version)
             self._fetch(chunk)
         with self._tracer.span("compute", f"unpack {layout.name}"):
-            return self._unpack(layout, self._arriving.pop(chunk))
+            return self._unpack(layout, self._arriving.pop(chunk), self._keys_of(chunk))
 
     def release(self, chunk: int) -> None:
         """The chunk's copy is known to be complete, since programs that used it are."""
@@ -108,6 +125,20 @@ class StreamedWeights:
             self._fences.fail(error)
             raise
 
+    def _keys_of(self, chunk: int) -> DitherKeys:
+        """What joining the halves of a chunk's weights needs; placed once."""
+        rounding = self._store.rounding
+        if len(self._fields) == 1 or rounding.seed is None:
+            return None
+        if self._keys[0] != rounding:
+            self._keys = (rounding, {})
+        placed = self._keys[1]
+        if chunk not in placed:
+            parts = self._store.layouts[chunk].parts
+            keys = tuple(_keys_of_part(part, rounding) for part in parts)
+            placed[chunk] = jax.device_put(keys, self._everywhere)
+        return placed[chunk]
+
     def _fetch(self, chunk: int) -> None:
         self._fences.begin_copy(chunk)
         self._open[chunk] += 1
@@ -128,6 +159,16 @@ class StreamedWeights:
         if isinstance(part, DevicePartState):
             return (part.arrays[field],)
         return self._path.fetch(part.views[field])
+
+
+def _keys_of_part(layout: FlatLayout, rounding: WeightRounding) -> np.ndarray:
+    """uint32 [slots, sections], zeros for sections that a parameter does not have."""
+    own = [rounding.keys(slot.name, slot.size) for slot in layout.slots]
+    keys = np.zeros((len(own), max(len(row) for row in own if row is not None)), np.uint32)
+    for number, row in enumerate(own):
+        assert row is not None
+        keys[number, : len(row)] = row
+    return keys
 
 
 class ResidentWeights:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from slidedp_jax.state.layout import ChunkLayout
+from slidedp_jax.state.layout import ChunkLayout, FlatLayout
 from slidedp_jax.state.split_float import join
+from slidedp_jax.state.traced_dither import dither_of_parameter
 from slidedp_jax.transfer.device_map import ROWS, SAME, DeviceMap
 from slidedp_jax.transfer.routes import FetchedChunk, GradientPath, ShardAllGather, WeightPath
+
+DitherKeys = tuple[jax.Array, ...] | None
+"""Per part of a chunk, keys of its parameters (`WeightRounding.keys`), uint32 [slots, sections],
+on every compute device; None where all dithers are the same, or none are needed."""
 
 Packed = tuple[tuple[jax.Array, ...], jax.Array]
 """Wire array per trained part, and sums of squares [G]."""
@@ -36,22 +42,24 @@ class WirePrograms:
         self._unpack: dict[Any, Callable[..., Any]] = {}
         self._pack: dict[Any, Callable[..., Any]] = {}
 
-    def unpack(self, layout: ChunkLayout, arrays: FetchedChunk) -> Any:
-        """Fetched arrays of a chunk -> one parameter tree per stage, in the compute dtype."""
+    def unpack(self, layout: ChunkLayout, arrays: FetchedChunk, keys: DitherKeys = None) -> Any:
+        """Fetched arrays of a chunk -> one parameter tree per stage, in the compute dtype.
+
+        `keys` are needed where `low` was fetched of masters that are rounded by dither.
+        """
         program = self._unpack.get(layout.signature)
         if program is None:
             path = self._resident_weights if layout.resident else self._weights
 
-            def part(fields: Any) -> jax.Array:
-                flats = [path.assemble(field) for field in fields]
-                return join(*flats) if len(flats) == 2 else flats[0]
+            def body(arrays: Any, keys: DitherKeys) -> Any:
+                keys_of = keys if keys is not None else (None,) * len(layout.parts)
+                flats = [[path.assemble(field) for field in fields] for fields in arrays]
+                parts = zip(layout.parts, flats, keys_of, strict=True)
+                return layout.unpack([_parameters(*part) for part in parts])
 
-            def body(arrays: Any) -> Any:
-                return layout.unpack([part(fields) for fields in arrays])
-
-            program = self._on_devices(body, (path.spec,), SAME)
+            program = self._on_devices(body, (path.spec, SAME), SAME)
             self._unpack[layout.signature] = program
-        return program(arrays)
+        return program(arrays, keys)
 
     def pack(self, layout: ChunkLayout, trees: Any) -> Packed:
         """Accumulated gradients of a chunk, trees without leaves for frozen parameters."""
@@ -70,3 +78,23 @@ class WirePrograms:
         sent = [self._gradients.to_wire(flat) for flat in layout.pack(own, dtype)]
         wires, squares = zip(*sent, strict=True)
         return wires, sum(squares[1:], start=squares[0])
+
+
+def _parameters(
+    layout: FlatLayout, flats: list[jax.Array], keys: jax.Array | None
+) -> list[jax.Array]:
+    """Parameters of a part, from `high` alone in bf16, from both halves joined in fp32."""
+    highs, *lows = [layout.cut(flat) for flat in flats]
+    if not lows:
+        return highs
+    keys_of = keys if keys is not None else [None] * len(layout.slots)
+    return [
+        join(high, low, _dither(own, slot.shape))
+        for slot, high, low, own in zip(layout.slots, highs, lows[0], keys_of, strict=True)
+    ]
+
+
+def _dither(keys: jax.Array | None, shape: tuple[int, ...]) -> jax.Array:
+    """Dithers of a parameter in its shape, or one for all."""
+    dither = dither_of_parameter(keys, math.prod(shape))
+    return dither if keys is None else dither.reshape(shape)

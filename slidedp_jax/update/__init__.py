@@ -7,6 +7,7 @@
 | `step_guard.py` | which steps may change the state |
 | `part_updates.py` | the update of any part of a chunk |
 | `update_kernel.py`, `kernel_form.py` | the update on blocks, in place, with the clip; its form |
+| `block_dithers.py` | by which dither the elements of a block are rounded |
 | `whole_parameter.py` | updates that need whole parameters, one at a time |
 | `treatments.py` | which parameters are updated on blocks, as a whole, or not at all |
 | `elementwise.py` | element-wise transformations as functions of a block |

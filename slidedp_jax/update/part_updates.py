@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 
 from slidedp_jax.state.device_state import DevicePartState
 from slidedp_jax.state.host_store import AnyPartState, HostStore, PartState
+from slidedp_jax.state.weight_rounding import WeightRounding
 from slidedp_jax.update.elementwise import ElementwiseOptimizer
 from slidedp_jax.update.kernel_form import RESIDENT_FORM, KernelForm, kernel_form
 from slidedp_jax.update.treatments import Treatments
@@ -50,32 +51,49 @@ class PartUpdates:
         form: KernelForm | None,
     ):
         self._treatments = treatments
-        self._on_host = functools.partial(
-            UpdateKernels, sharding=store.sharding, block_size=block_size
-        )
-        self._resident_kernels: dict[int, UpdateKernels] = {}
-        self._whole: dict[int, WholeParameterUpdates] = {}
-        for kind, optimizer in enumerate(treatments.optimizers):
-            if isinstance(optimizer, WholeParameterOptimizer):
-                self._whole[kind] = WholeParameterUpdates(optimizer, store)
-            elif any(layout.resident for layout in store.layouts):
-                self._resident_kernels[kind] = UpdateKernels(
-                    optimizer, device_sharding, block_size=block_size, form=RESIDENT_FORM
-                )
-        self.use_form(form or kernel_form(jax.__version__))
+        self._store = store
+        self._device_sharding = device_sharding
+        self._block_size = block_size
+        self._whole = {
+            kind: WholeParameterUpdates(optimizer, store)
+            for kind, optimizer in enumerate(treatments.optimizers)
+            if isinstance(optimizer, WholeParameterOptimizer)
+        }
+        self.form = form or kernel_form(jax.__version__)
+        self._make_kernels()
 
     def use_form(self, form: KernelForm) -> None:
         """Update the host's parts with another form of the kernel from now on."""
         self.form = form
-        self._kernels = {
-            kind: self._on_host(optimizer, form=form)
+        self._make_kernels()
+
+    def use_rounding(self, rounding: WeightRounding) -> None:
+        """Round by another dither from now on; all weights have to be written anew."""
+        self._store.rounding = rounding
+        self._make_kernels()
+
+    def _make_kernels(self) -> None:
+        """Kernels of every kind; their programs are compiled when they are used."""
+        make = functools.partial(
+            UpdateKernels, block_size=self._block_size, rounding=self._store.rounding
+        )
+        on_host = functools.partial(make, sharding=self._store.sharding, form=self.form)
+        blocks = {
+            kind: optimizer
             for kind, optimizer in enumerate(self._treatments.optimizers)
             if isinstance(optimizer, ElementwiseOptimizer)
         }
-        # For what concerns no kind; its programs are compiled when they are used.
-        self._common = next(iter(self._kernels.values()), None) or self._on_host(
-            self._treatments.no_blocks(), form=form
+        self._kernels = {kind: on_host(optimizer) for kind, optimizer in blocks.items()}
+        # For what concerns no kind.
+        self._common = next(iter(self._kernels.values()), None) or on_host(
+            self._treatments.no_blocks()
         )
+        self._resident_kernels: dict[int, UpdateKernels] = {}
+        if any(layout.resident for layout in self._store.layouts):
+            self._resident_kernels = {
+                kind: make(optimizer, sharding=self._device_sharding, form=RESIDENT_FORM)
+                for kind, optimizer in blocks.items()
+            }
 
     def _kernels_of(self, part: AnyPartState) -> UpdateKernels:
         resident = isinstance(part, DevicePartState)

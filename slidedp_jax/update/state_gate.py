@@ -10,6 +10,7 @@ said for good.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -19,11 +20,15 @@ import numpy as np
 from slidedp_jax.errors import UserError
 from slidedp_jax.state.fences import Fences
 from slidedp_jax.state.host_store import HostStore
+from slidedp_jax.state.split_float import rounded
+from slidedp_jax.state.weight_rounding import WeightRounding
 from slidedp_jax.transfer.weight_window import StreamedWeights
 from slidedp_jax.update.kernel_form import KernelForm
 from slidedp_jax.update.part_updates import PartUpdates
 from slidedp_jax.update.state_meaning import StateMeaning
 from slidedp_jax.update.update_thread import HostOptimizer
+
+_LOG = logging.getLogger(__name__)
 
 TO_RESTORE = (
     "the trainer was made with TO_BE_RESTORED and has no weights yet; restore a checkpoint first"
@@ -45,6 +50,7 @@ class StateGate:
       meaning: what the optimizer's state arrays are.
       ema_decay: of the moving average that is the last state array, None for none.
       form_is_stated: the form of the update kernel was asked for by name.
+      rounding_is_stated: so was the rounding of weights.
       lacking: why there is nothing to use yet; empty: the state is there.
 
     Attributes:
@@ -63,6 +69,7 @@ class StateGate:
         *,
         ema_decay: float | None,
         form_is_stated: bool,
+        rounding_is_stated: bool,
         lacking: str = "",
     ):
         self.version = 0
@@ -75,6 +82,7 @@ class StateGate:
         self._updates = updates
         self._part_updates = part_updates
         self._form_is_stated = form_is_stated
+        self._rounding_is_stated = rounding_is_stated
         self._lacking = lacking
         self._closed = False
 
@@ -105,6 +113,11 @@ class StateGate:
     def kernel_form(self) -> KernelForm:
         """Form of the update kernel in use."""
         return self._part_updates.form
+
+    @property
+    def rounding(self) -> WeightRounding:
+        """How masters become the weights that compute."""
+        return self._store.rounding
 
     @property
     def holds_weights(self) -> bool:
@@ -147,6 +160,7 @@ class StateGate:
         Raises:
           UserError: there is no such hyperparameter, or a schedule sets it.
         """
+        self.check_open()
         known = self.meaning.hyperparameters
         for name in values.keys() - known.keys():
             if name in self.meaning.scheduled:
@@ -196,8 +210,10 @@ class StateGate:
                 self._fences.let_go(version)
 
     @contextlib.contextmanager
-    def writing(self) -> Iterator[StateWriter]:
+    def writing(self, rounding: WeightRounding) -> Iterator[StateWriter]:
         """The state, to be written as a whole; ends with `StateWriter.finish`.
+
+        `rounding`: how masters become the weights that compute, from now on.
 
         Raises:
           UserError, TrainingStopped: the trainer is closed, or has failed for good.
@@ -205,6 +221,8 @@ class StateGate:
         with self.turn:
             self.wait()
             self._lacking = self._lacking or _HALF_WRITTEN
+            if rounding != self.rounding:  # which no weight of before can be read by
+                self._part_updates.use_rounding(rounding)
             writer = StateWriter(self._store, self.ema_decay)
             yield writer
             step, shared = writer.finished
@@ -241,6 +259,18 @@ class StateGate:
             )
         self.wait()
         self._part_updates.use_form(form)
+
+    def rounding_to_go_on_with(self, recorded: WeightRounding) -> WeightRounding:
+        """That of a checkpoint, unless another one was stated: masters know of none."""
+        stated = self._rounding_is_stated and self.rounding.rounding != recorded.rounding
+        if not stated:
+            return recorded
+        _LOG.warning(
+            "the checkpoint was made with weight_rounding=%r and this trainer goes on with %r, as "
+            "it was told: what follows differs from what would have followed there",
+            *(recorded.rounding, self.rounding.rounding),
+        )
+        return self.rounding
 
     def close(self, weights: StreamedWeights) -> None:
         """Finish pending updates, end the update thread and free the state; twice is once."""
@@ -279,6 +309,23 @@ class StateReader:
     def read(self, name: str) -> np.ndarray:
         """The fp32 master weights of a parameter, a fresh array of its shape."""
         return self._store.read(name)
+
+    def read_rounded(
+        self, name: str, rounding: WeightRounding, *, averaged: bool = False
+    ) -> np.ndarray:
+        """The weights of a parameter in bf16, a fresh array of its shape.
+
+        With the trainer's own rounding, the very weights that its devices compute with in bf16.
+
+        Args:
+          name: of the parameter.
+          rounding: how.
+          averaged: the moving average instead.
+        """
+        if rounding == self._store.rounding and not averaged:
+            return self._store.read_rounded(name)
+        values = self.read_average(name) if averaged else self.read(name)
+        return rounded(values, rounding, name)
 
     def read_state(self, name: str, number: int) -> np.ndarray:
         """The `number`-th optimizer state array of a parameter, a fresh array."""

@@ -29,6 +29,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from slidedp_jax.state.layout import FlatLayout, block_groups_array
 from slidedp_jax.state.split_float import join
+from slidedp_jax.state.weight_rounding import WeightRounding
+from slidedp_jax.update.block_dithers import block_dithers, dither_of_block, dither_of_piece
 from slidedp_jax.update.elementwise import ElementwiseOptimizer
 from slidedp_jax.update.kernel_form import KernelForm, check_form
 
@@ -37,6 +39,8 @@ _REPLICATED = PartitionSpec()
 _Arrays = tuple[jax.Array, ...]
 _Scalars = tuple[_Arrays, jax.Array, jax.Array]
 """Shared optimizer state, the norm and its limit."""
+_Blocks = tuple[jax.Array, ...]
+"""Group of each block, then what makes the dithers (`block_dithers`), if anything."""
 
 _Tree = TypeVar("_Tree")
 
@@ -49,6 +53,7 @@ class UpdateKernels:
       sharding: of the state's arrays, over host devices or compute devices.
       block_size: elements per block.
       form: which form to compile.
+      rounding: how masters become `high`.
     """
 
     def __init__(
@@ -58,16 +63,18 @@ class UpdateKernels:
         *,
         block_size: int,
         form: KernelForm,
+        rounding: WeightRounding,
     ):
         check_form(form)
         self.form = form
+        self._rounding = rounding
         self._optimizer = optimizer
         self._sharding = sharding
         self._block_size = block_size
         self._replicated = NamedSharding(
             sharding.mesh, _REPLICATED, memory_kind=sharding.memory_kind
         )
-        self._block_groups: dict[str, jax.Array] = {}
+        self._blocks: dict[str, _Blocks] = {}
         self._limits: tuple[Any, list[jax.Array]] = (None, [])
         num_state = len(optimizer.state_dtypes)
         self._update = self._compile(self._update_piece, num_arrays=2 + num_state)
@@ -93,7 +100,7 @@ class UpdateKernels:
             check_vma=False,
         )
         return jax.jit(
-            lambda arrays, gradients, scalars, groups: mapped(arrays, gradients, scalars, groups),
+            lambda arrays, gradients, scalars, blocks: mapped(arrays, gradients, scalars, blocks),
             donate_argnums=(0,),
             keep_unused=True,
             out_shardings=(self._sharding,) * num_arrays,
@@ -118,7 +125,7 @@ class UpdateKernels:
 
     def init(self, layout: FlatLayout, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """Starting optimizer state of a chunk whose master weights are set; arrays are donated."""
-        made: tuple[jax.Array, ...] = self._init(tuple(arrays), (), (), self._groups(layout))
+        made: tuple[jax.Array, ...] = self._init(tuple(arrays), (), (), self._blocks_of(layout))
         jax.block_until_ready(made)
         return made
 
@@ -143,7 +150,7 @@ class UpdateKernels:
         """
         scalars = (tuple(shared), *self._place_limits(norm, max_norm))
         updated: tuple[jax.Array, ...] = self._update(
-            tuple(arrays), tuple(gradients), scalars, self._groups(layout)
+            tuple(arrays), tuple(gradients), scalars, self._blocks_of(layout)
         )
         return updated
 
@@ -151,48 +158,55 @@ class UpdateKernels:
         """Sums of squares of the summed gradient, float32 [K], one per host device."""
         return np.asarray(self._square(tuple(gradients)))
 
-    def _groups(self, layout: FlatLayout) -> jax.Array:
-        if layout.name not in self._block_groups:
-            values = block_groups_array(layout)
-            assert (np.diff(values) >= 0).all(), "the kernel walks over one group after another"
-            groups = jax.device_put(values, self._sharding)
-            self._block_groups[layout.name] = groups
-        return self._block_groups[layout.name]
+    def _blocks_of(self, layout: FlatLayout) -> _Blocks:
+        if layout.name not in self._blocks:
+            groups = block_groups_array(layout)
+            assert (np.diff(groups) >= 0).all(), "the kernel walks over one group after another"
+            dithers = block_dithers(layout, self._rounding, self._sharding.mesh.size)
+            arrays = (groups, *(dithers.arrays if dithers is not None else ()))
+            self._blocks[layout.name] = tuple(jax.device_put(arrays, self._sharding))
+        return self._blocks[layout.name]
 
     def _update_piece(
-        self, arrays: _Arrays, gradients: _Arrays, scalars: _Scalars, groups: jax.Array
+        self, arrays: _Arrays, gradients: _Arrays, scalars: _Scalars, blocks: _Blocks
     ) -> _Arrays:
-        arrays, gradients, scalars, groups = _in_device_space((arrays, gradients, scalars, groups))
+        arrays, gradients, scalars, blocks = _in_device_space((arrays, gradients, scalars, blocks))
         shared, norm, max_norm = scalars
+        groups, *dithers = blocks
+        size = self._block_size
 
-        def updated(group: int, arrays: _Arrays, gradients: _Arrays) -> list[jax.Array]:
+        def updated(
+            group: int, arrays: _Arrays, gradients: _Arrays, dither: jax.Array
+        ) -> list[jax.Array]:
             """Master weights and state after the step, all as one group's."""
             gradient = clip(sum_in_order(gradients), norm, max_norm)
-            master = _join_numbers(arrays[0], arrays[1])
+            master = _join_numbers(arrays[0], arrays[1], dither)
             values, state = self._optimizer.update_block(
                 group, master, gradient, arrays[2:], shared
             )
             return [values, *state]
 
         if self.form == "whole":
+            dither = dither_of_piece(dithers, size)
             candidates = [
-                updated(group, arrays, gradients) for group in range(self._optimizer.num_groups)
+                updated(group, arrays, gradients, dither)
+                for group in range(self._optimizer.num_groups)
             ]
             values, *state = (_select(groups, list(c)) for c in zip(*candidates, strict=True))
-            return (*_split_result(values), *state)
+            return (*_split_result(values, dither_of_piece(dithers, size, second=True)), *state)
 
-        def step(group: int, arrays: _Arrays, gradients: _Arrays) -> _Arrays:
-            values, *state = updated(group, arrays, gradients)
-            return (*_split_result(values), *state)
+        def step(group: int, number: jax.Array, arrays: _Arrays, gradients: _Arrays) -> _Arrays:
+            dither = dither_of_block(dithers, number, size)
+            values, *state = updated(group, arrays, gradients, dither)
+            return (*_split_result(values, dither), *state)
 
         return self._over_blocks(step, arrays, gradients, groups)
 
     def _init_piece(
-        self, arrays: _Arrays, gradients: _Arrays, scalars: _Arrays, groups: jax.Array
+        self, arrays: _Arrays, gradients: _Arrays, scalars: _Arrays, blocks: _Blocks
     ) -> _Arrays:
-        arrays, groups = _in_device_space((arrays, groups))
-
-        master = join(arrays[0], arrays[1])
+        arrays, (groups, *dithers) = _in_device_space((arrays, blocks))
+        master = join(arrays[0], arrays[1], dither_of_piece(dithers, self._block_size))
         per_group = [
             self._optimizer.init_block(group, master) for group in range(self._optimizer.num_groups)
         ]
@@ -201,7 +215,7 @@ class UpdateKernels:
 
     def _over_blocks(
         self,
-        step: Callable[[int, _Arrays, _Arrays], _Arrays],
+        step: Callable[[int, jax.Array, _Arrays, _Arrays], _Arrays],
         arrays: _Arrays,
         gradients: _Arrays,
         groups: jax.Array,
@@ -219,6 +233,7 @@ class UpdateKernels:
         def body(group: int, number: jax.Array, arrays: _Arrays) -> _Arrays:
             block = step(
                 group,
+                number,
                 tuple(cut(array, number) for array in arrays),
                 tuple(cut(gradient, number) for gradient in gradients),
             )
@@ -262,26 +277,30 @@ def clip(gradient: jax.Array, norm: jax.Array, max_norm: jax.Array) -> jax.Array
     return jnp.where(norm < max_norm, gradient, (gradient / norm) * max_norm)
 
 
-def _join_numbers(high: jax.Array, low: jax.Array) -> jax.Array:
+def _join_numbers(high: jax.Array, low: jax.Array, dither: jax.Array) -> jax.Array:
     """`split_float.join` but for the payload of a NaN, which stays a NaN.
 
     Arithmetic on a NaN keeps nothing that matters, and without the distinction XLA vectorises.
+    (A carry may take from a NaN's upper half, but only where the lower half is not zero.)
     """
     upper = jax.lax.bitcast_convert_type(high, jnp.uint16).astype(jnp.uint32) << 16
-    bits = upper.astype(jnp.int32) + low.astype(jnp.int32)
+    lower = jax.lax.bitcast_convert_type(low, jnp.uint16).astype(jnp.uint32)
+    bits = (upper | lower) - ((lower + dither) & jnp.uint32(0x10000))
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _split_result(master: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _split_result(master: jax.Array, dither: jax.Array) -> tuple[jax.Array, jax.Array]:
     """`split_float.split` of what arithmetic made, so without a NaN whose upper half is infinity.
 
     Hardware quiets the NaN that it makes or passes on, and `_join_numbers` makes no other.
     """
-    bits = jax.lax.bitcast_convert_type(master, jnp.int32)
+    bits = jax.lax.bitcast_convert_type(master, jnp.uint32)
     # Rounding up would carry a NaN with all upper bits set (as CUDA makes) into the sign.
-    carried = jnp.where(jnp.isnan(master), bits & jnp.int32(-0x10000), bits)
-    high = ((carried + jnp.int32(0x8000)) >> 16).astype(jnp.uint16)
-    return jax.lax.bitcast_convert_type(high, jnp.bfloat16), bits.astype(jnp.int16)
+    carried = jnp.where(jnp.isnan(master), bits & jnp.uint32(0xFFFF0000), bits)
+    high = ((carried + dither) >> 16).astype(jnp.uint16)
+    # From signed bits, which are others to XLA:CPU: it writes to memory what two outputs share.
+    low = jax.lax.bitcast_convert_type(master, jnp.int32).astype(jnp.int16)
+    return jax.lax.bitcast_convert_type(high, jnp.bfloat16), low
 
 
 def _select(groups: jax.Array, candidates: list[jax.Array]) -> jax.Array:

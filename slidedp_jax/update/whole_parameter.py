@@ -17,6 +17,7 @@ import numpy as np
 from slidedp_jax.state.host_store import HostStore, PartState
 from slidedp_jax.state.layout import FlatLayout, Slot
 from slidedp_jax.state.split_float import join, split
+from slidedp_jax.state.traced_dither import dither_of_parameter
 from slidedp_jax.update.decompose import DecomposedOptimizer
 from slidedp_jax.update.update_kernel import clip, sum_in_order
 
@@ -115,8 +116,10 @@ class WholeParameterUpdates:
         ]
         high, low, *gradients = jax.device_put(flats, self._device(number))
         placed = jax.device_put(list(scalars), self._device(number))
+        keys = self._store.rounding.keys(slot.name, slot.size)
+        own = None if keys is None else jax.device_put(keys, self._device(number))
         state = self._store.whole_state[slot.name]
-        return self._step(slot.group, slot.shape, state, high, low, gradients, placed)
+        return self._step(slot.group, slot.shape, state, high, low, own, gradients, placed)
 
     def _device(self, number: int) -> jax.Device:
         return self._devices[number % len(self._devices)]
@@ -128,15 +131,16 @@ class WholeParameterUpdates:
         state: list[jax.Array],
         high: jax.Array,
         low: jax.Array,
+        keys: jax.Array | None,
         gradients: Sequence[jax.Array],
         scalars: Sequence[jax.Array],
     ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
         *shared, norm, max_norm = scalars
         gradient = clip(sum_in_order(gradients), norm, max_norm).reshape(shape)
-        values, state = self._optimizer.update(
-            group, join(high, low).reshape(shape), gradient, state, shared
-        )
-        return *split(values.reshape(-1)), state
+        dither = dither_of_parameter(keys, high.size)
+        master = join(high, low, dither).reshape(shape)
+        values, state = self._optimizer.update(group, master, gradient, state, shared)
+        return *split(values.reshape(-1), dither), state
 
 
 def _pieces(array: jax.Array) -> list[np.ndarray]:

@@ -28,6 +28,7 @@ def test_the_example_of_the_page_runs_and_learns():
     assert shape == "(8, 64, 64)"
 
 
+@pytest.mark.thorough
 def test_the_script_trains_three_ways(tmp_path):
     pytest.importorskip("tunix", reason="google-tunix is not installed", exc_type=ImportError)
     out = run(

@@ -160,7 +160,9 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
-@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl"])
+@pytest.mark.parametrize(
+    "name", ["run.json", pytest.param("metrics.jsonl", marks=pytest.mark.thorough)]
+)
 def test_a_kill_while_a_file_is_written_loses_nothing(inputs, stopped, finished, name):
     before = tree_of(stopped)
     done = subprocess.run(
@@ -242,7 +244,7 @@ def fails_to_plan(patch):
 
 
 def fails_to_load(patch):
-    patch.setattr("slidedp_jax.run.loop.load_parameters", lambda *_, **__: 1 / 0)
+    patch.setattr("slidedp_jax.pretrained.load_parameters", lambda *_, **__: 1 / 0)
 
 
 def fails_in_the_first_step(patch):

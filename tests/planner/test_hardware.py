@@ -1,19 +1,28 @@
 """Link times and presets."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slidedp_jax.models.config import named_config
 from slidedp_jax.planner.hardware import (
+    _PRESET_OF_KIND,
     GIB,
     MIB,
     PRESETS,
     LinkRate,
     named_hardware,
     preset_of_kind,
+    profile_of_kind,
 )
+from slidedp_jax.planner.report import notes, plan_as_text
+from slidedp_jax.planner.search import plan
+from slidedp_jax.planner.workload import BatchShape, Workload
 
 H200 = PRESETS["h200"]
+GPUS = [(name, profile) for name, profile in PRESETS.items() if name != "cpu"]
 
 
 def test_measured_sizes_are_reproduced():
@@ -56,10 +65,62 @@ def test_unknown_names_list_the_known():
         named_hardware("h200", num_devices=0)
 
 
-def test_devices_as_jax_names_them():
-    assert preset_of_kind("NVIDIA H200") == ("h200", True)
-    assert preset_of_kind("cpu") == ("cpu", True)
-    # Another device, whose figures nobody has measured.
-    assert preset_of_kind("NVIDIA GH200 480GB") == ("h200", False)
-    assert preset_of_kind("NVIDIA A100-PCIE-40GB") == ("a100-80g", False)
-    assert preset_of_kind("NVIDIA L4") == ("h100", False)
+@pytest.mark.parametrize(
+    ("kind", "preset"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA GeForce RTX 3090", "rtx3090"),
+        ("NVIDIA B200", "b200"),
+        ("cpu", "cpu"),
+    ],
+)
+def test_devices_as_jax_names_them(kind, preset):
+    profile = profile_of_kind(kind)
+    assert profile.name == kind
+    assert profile.provenance == f"{PRESETS[preset].provenance} (preset {preset})"
+    assert replace(profile, name=preset, provenance=PRESETS[preset].provenance) == PRESETS[preset]
+    assert preset_of_kind(kind) is PRESETS[preset]
+
+
+@pytest.mark.parametrize(
+    ("kind", "assumed", "why"),
+    [
+        ("NVIDIA GH200 480GB", "h200", "the nearest there is"),
+        ("NVIDIA H200 NVL", "h200", "the nearest there is"),
+        ("NVIDIA GB200", "b200", "the nearest there is"),
+        ("NVIDIA A100-PCIE-40GB", "a100-80g", "the nearest there is"),
+        ("NVIDIA GeForce RTX 4090 D", "rtx4090", "the nearest there is"),
+        ("NVIDIA A10G", "h100", "though none is near, so they may be far off"),
+        ("Tesla V100-SXM2-16GB", "h100", "though none is near, so they may be far off"),
+    ],
+)
+def test_of_other_devices_it_is_said_what_was_assumed(kind, assumed, why):
+    profile = profile_of_kind(kind)
+    assert preset_of_kind(kind) is None
+    assert profile.provenance == f"rates of preset {assumed} are assumed, {why}; not measured"
+    assert profile.bf16_matmul_flops_per_s == PRESETS[assumed].bf16_matmul_flops_per_s
+    found = plan(
+        Workload.from_config(named_config("qwen3-0.6b")),
+        BatchShape(num_rows=1, seq_length=1024),
+        profile,
+    )
+    assert profile.provenance in plan_as_text(found).splitlines()[1]
+    (note,) = (note for note in notes(found) if kind in note)
+    assert "are not measured: expect larger errors" in note
+
+
+def test_every_preset_is_that_of_a_device():
+    """None is out of reach of the device that it describes."""
+    assert set(_PRESET_OF_KIND.values()) == set(PRESETS)
+    assert [name for name, one in PRESETS.items() if one.provenance.startswith("measured")] == [
+        "h200"
+    ]
+
+
+def test_derived_rates_follow_the_data_sheet_as_measured_on_h200():
+    share = {name: one.bf16_matmul_flops_per_s / one.peak_flops_per_s for name, one in GPUS}
+    assert share == pytest.approx({name: 700 / 989 for name, _ in GPUS})
+    # An eighth of an H100's peak.
+    assert PRESETS["h100"].peak_flops_per_s / PRESETS["l4"].peak_flops_per_s > 8

@@ -61,6 +61,18 @@ def test_padding_is_per_group_to_blocks_and_per_chunk_to_devices():
     assert [chunk.num_parameters for chunk in chunks.all] == [40, 66, 33, 4]
 
 
+def test_each_gradient_more_in_flight_is_counted_wherever_gradients_leave(monkeypatch):
+    """The runtime reads the same number (tests/training/test_gradients_in_flight.py)."""
+    workload = _workload(3, tied=True)
+    chunks = chunk_stages(workload, 2, 4, 2)
+    now = device_phases(workload, chunks, BATCH, STRATEGY, 1)
+    monkeypatch.setattr(memory, "GRADIENTS_IN_FLIGHT", memory.GRADIENTS_IN_FLIGHT + 1)
+    more = device_phases(workload, chunks, BATCH, STRATEGY, 1)
+    added = {name: sum(more[name].values()) - sum(now[name].values()) for name in now}
+    wire = 2 * 72
+    assert added == {name: wire if "backward" in name or name == "pack" else 0 for name in now}
+
+
 def test_device_phases_by_hand_tied_on_two_devices():
     workload = _workload(3, tied=True)
     chunks = chunk_stages(workload, 2, 4, 2)

@@ -32,8 +32,12 @@ def _hardware(**changes) -> HardwareProfile:
         "visit_dispatch_s": 0.0,
         "upload_call_s": 0.0,
         "upload_call_per_device_s": 0.0,
+        "step_end_s": 0.0,
     }
     return replace(named_hardware("h200"), **(base | changes))
+
+
+FAST = LinkRate(points=((1.0, 1e12),))
 
 
 def _stage(parameters: int, matmul: int) -> StageWork:
@@ -78,6 +82,38 @@ def test_durations_by_hand():
     assert layer.executed_flops == 16.0
     assert layer.update_s == pytest.approx(6.0)
     assert layer.update_bytes == 3 * (24 + 2)
+
+
+def test_resident_chunks_wait_for_no_upload_that_python_would_have_to_issue():
+    # Both are bound by Python: 1 s per visit and 2 s per piece of an upload.
+    hardware = _hardware(visit_dispatch_s=1.0, upload_call_s=2.0)
+    strategy = _strategy(num_host_devices=4, resident_chunks=2)
+    embed, lower, upper, last, head = chunk_durations(
+        _workload(3, 5, 3, 0), BATCH, strategy, hardware
+    )
+    assert (embed.forward_s, lower.forward_s, upper.forward_s) == pytest.approx((1, 1, 1 + 4 * 2))
+    assert (lower.backward_s, upper.backward_s) == pytest.approx((1, 1 + 4 * 2))
+    assert last.backward_s == pytest.approx(1)  # its weights are still there
+    assert head.backward_s == pytest.approx(1 + 4 * 2)
+    assert (embed.upload_s, lower.upload_s, lower.update_s) == (0, 0, 0)
+    everything = chunk_durations(
+        _workload(3, 5, 3, 0), BATCH, replace(strategy, resident_chunks=5), hardware
+    )
+    assert [chunk.backward_s for chunk in everything] == pytest.approx([1] * 5)
+
+
+@pytest.mark.parametrize("policy", ["eager", "deferred"])
+def test_between_two_steps_the_norm_goes_to_the_host_and_back(policy):
+    # Without copies and updates a step is its compute and that. Deferred updates, half a second for
+    # the embedding and each layer, begin after it, and the first layer waits for two of them.
+    strategy, hardware = _strategy(update_policy=policy), _hardware(step_end_s=2.0)
+    time = step_time(_workload(2, 0, 0, 4), BATCH, strategy, hardware)
+    assert time.step_s == pytest.approx(2 * (4 + 12) + 2)
+    assert time.busy_s["compute"] == pytest.approx(2 * (4 + 12) + 2)
+    updating = replace(hardware, host_update_params_per_s=2.0, h2d=FAST, d2h=FAST)
+    time = step_time(_workload(2, 1, 1, 4), BATCH, strategy, updating)
+    exposed = 1.0 if policy == "deferred" else 0.0
+    assert time.step_s == pytest.approx(2 * (4 + 12) + 2 + exposed, rel=1e-6)
 
 
 def test_the_last_product_of_a_chunk_is_not_recomputed():

