@@ -220,7 +220,7 @@ def _big_vision_gemma(num_layers: int) -> Port:
     params = model.init(jax.random.key(0), jnp.ones((2, 16), jnp.int32))["params"]
 
     def layer(p: Any, x: jax.Array, batch: Any) -> Any:
-        mask = causal(x.shape[1])[:, None]
+        mask = nn.make_causal_mask(jnp.ones(x.shape[:2]))
         return block.apply({"params": p}, x, (), batch["positions"], mask, False)[0]
 
     def head_loss(p: Any, x: jax.Array, batch: Any) -> jax.Array:
