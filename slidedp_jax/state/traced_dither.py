@@ -10,33 +10,37 @@ from slidedp_jax.state.weight_rounding import (
     NEAREST,
     SECOND_FACTOR,
     SPREAD,
-    sections,
+    UNIT,
 )
 
 
-def hashed(offsets: jax.Array) -> jax.Array:
-    """Dithers of keys plus indices: uint32 [...] -> uint32 [...]."""
-    mixed = offsets * jnp.uint32(SPREAD)
-    mixed = (mixed ^ (mixed >> 16)) * jnp.uint32(FIRST_FACTOR)
-    mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(SECOND_FACTOR)
-    dithers: jax.Array = (mixed ^ (mixed >> 16)) & 0xFFFF
-    return dithers
+def factors_and_starts(units: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Keys plus numbers of units, uint32 [...] -> factor and start of each, uint32 [...]."""
+    starts = _mixed(units)
+    return _mixed(starts), starts
 
 
-def dither_of_parameter(keys: jax.Array | None, size: int) -> jax.Array:
+def dither_of_parameter(key: jax.Array | None, size: int) -> jax.Array:
     """Dithers of a whole parameter: what `WeightRounding.dither` gives.
 
     Args:
-      keys: `WeightRounding.keys` of the parameter, uint32 [sections].
+      key: `WeightRounding.key` of the parameter, uint32.
       size: of the parameter.
 
     Returns:
       uint32 [size], or one for all.
     """
-    if keys is None:
+    if key is None:
         return jnp.asarray(NEAREST)
-    parts = [
-        hashed(keys[number] + jax.lax.iota(jnp.uint32, end - begin))
-        for number, (begin, end) in enumerate(sections(0, size))
-    ]
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+    units = key + jax.lax.iota(jnp.uint32, -(-size // UNIT))
+    factors, starts = factors_and_starts(units)
+    lanes = jax.lax.broadcasted_iota(jnp.uint32, (len(units), UNIT), 1)
+    return ((factors[:, None] * lanes + starts[:, None]) >> 16).reshape(-1)[:size]
+
+
+def _mixed(numbers: jax.Array) -> jax.Array:
+    mixed = numbers * jnp.uint32(SPREAD)
+    mixed = (mixed ^ (mixed >> 16)) * jnp.uint32(FIRST_FACTOR)
+    mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(SECOND_FACTOR)
+    result: jax.Array = mixed ^ (mixed >> 16)
+    return result

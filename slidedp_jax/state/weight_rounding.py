@@ -10,14 +10,20 @@ where the lower bits count as unsigned, so magnitudes are rounded. A weight on t
 as it is; of weights that lie a share p of a grid step above it, the share p is rounded up. So steps
 far below a grid step reach the forward pass at once, each in that share of its weights. The dither
 of an element is a function of the parameter's name, its index in the flattened parameter and the
-run's seed, and of nothing else: not of time, chunks, devices or layout.
+run's seed, and of nothing else: not of time, chunks, devices or layout. For the element `lane` of
+the `unit`-th 64 elements of a parameter it is, modulo 2**32,
 
-    dither = lower 16 bits of lowbias32(0x9E3779B9 * (key(seed, name, index >> 32) + index))
+    dither = upper 16 bits of (factor * lane + start)
+    start  = lowbias32(0x9E3779B9 * (key(seed, name) + unit))
+    factor = lowbias32(0x9E3779B9 * start)
 
-modulo 2**32. lowbias32, by Chris Wellons, is a permutation of 32-bit numbers
-(https://github.com/skeeto/hash-prospector, public domain); the factor, 2**32 over the golden ratio,
-makes it as good on numbers in a row: without it the differences of neighbours' dithers are lumpy.
-Dithered quantization: L. Roberts, Picture coding using pseudo-random noise (1962).
+Within a unit that is the multiply-shift scheme, whose values are uniform and any two of which are
+independent over its factors and starts, so errors of rounding add up as if all were; it costs a
+product and a sum per element. Units get theirs from a thorough hash.
+
+Sources: L. Roberts, Picture coding using pseudo-random noise (1962), for dithered quantization;
+M. Dietzfelbinger, Universal hashing and k-wise independent random variables via integer arithmetic
+without primes (1996); lowbias32 by C. Wellons (https://github.com/skeeto/hash-prospector).
 
 This file is NumPy's part, for one range of a parameter at a time; it imports no JAX.
 """
@@ -26,7 +32,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -41,8 +46,8 @@ DEFAULT_ROUNDING: Rounding = "dither"
 NEAREST = np.uint32(0x8000)
 """The dither of every element where weights are rounded to nearest."""
 
-SECTION = 1 << 32
-"""Indices of a parameter that one key serves."""
+UNIT = 64
+"""Consecutive elements of a parameter that share a factor and a start."""
 
 SPREAD, FIRST_FACTOR, SECOND_FACTOR = 0x9E3779B9, 0x7FEB352D, 0x846CA68B
 """Of the hash, in the order of use."""
@@ -101,28 +106,27 @@ class WeightRounding:
         """As JSON."""
         return {"rounding": self.rounding, "seed": self.seed}
 
-    def keys(self, name: str, size: int) -> np.ndarray | None:
-        """Keys of the sections of a parameter of `size` elements, uint32 [sections].
-
-        None where there is no hash to be made, because every dither is `NEAREST`.
-        """
-        if self.seed is None:
-            return None
-        sections = max(1, -(-size // SECTION))
-        return np.array([key(self.seed, name, section) for section in range(sections)], np.uint32)
+    def key(self, name: str) -> int | None:
+        """A 32-bit number for a parameter; None where every dither is `NEAREST`."""
+        return None if self.seed is None else _key(self.seed, name)
 
     def dither(self, name: str, start: int, size: int) -> np.ndarray:
         """Dithers of elements [start, start + size) of a parameter: uint32 [size], or one for all.
 
-        `start` counts in the flattened parameter.
+        `start` counts in the flattened parameter and may be any number.
         """
-        if self.seed is None:
+        key = self.key(name)
+        if key is None:
             return np.asarray(NEAREST)
-        parts = [
-            _dither_of_section(key(self.seed, name, begin // SECTION), begin % SECTION, end - begin)
-            for begin, end in sections(start, start + size)
-        ]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        first = start // UNIT
+        count = -(-(start + size) // UNIT) - first
+        units = np.arange(count, dtype=np.uint32)
+        units += np.uint32((key + first) % 2**32)
+        starts = _mixed(units)
+        dithers = _mixed(starts)[:, None] * np.arange(UNIT, dtype=np.uint32)
+        dithers += starts[:, None]
+        dithers >>= np.uint32(16)
+        return dithers.reshape(-1)[start - first * UNIT :][:size]
 
 
 def check_rounding(rounding: object) -> None:
@@ -136,29 +140,16 @@ def check_rounding(rounding: object) -> None:
 
 
 @functools.lru_cache(maxsize=4096)
-def key(seed: int, name: str, section: int) -> int:
-    """A 32-bit number for 2**32 consecutive elements of a parameter."""
-    text = f"{seed}\n{section}\n{name}".encode()
+def _key(seed: int, name: str) -> int:
+    text = f"{seed}\n{name}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little")
 
 
-def sections(start: int, end: int) -> list[tuple[int, int]]:
-    """Elements [start, end) cut at whole sections: (first, behind the last) of each part.
-
-    One empty part if there are none.
-    """
-    cuts = range((start // SECTION + 1) * SECTION, end, SECTION)
-    return list(itertools.pairwise([start, *cuts, end]))
-
-
-def _dither_of_section(own_key: int, index: int, size: int) -> np.ndarray:
-    x = np.arange(size, dtype=np.uint32)
-    x += np.uint32((own_key + index) % (1 << 32))
-    x *= np.uint32(SPREAD)
+def _mixed(numbers: np.ndarray) -> np.ndarray:
+    x = numbers * np.uint32(SPREAD)
     x ^= x >> np.uint32(16)
     x *= np.uint32(FIRST_FACTOR)
     x ^= x >> np.uint32(15)
     x *= np.uint32(SECOND_FACTOR)
     x ^= x >> np.uint32(16)
-    x &= np.uint32(0xFFFF)
     return x

@@ -30,7 +30,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from slidedp_jax.state.layout import FlatLayout, block_groups_array
 from slidedp_jax.state.split_float import join
 from slidedp_jax.state.weight_rounding import WeightRounding
-from slidedp_jax.update.block_dithers import block_dithers, dither_of_block, dither_of_piece
+from slidedp_jax.update.block_dithers import (
+    block_dithers,
+    dither_of_block,
+    dither_of_piece,
+    runs_of_blocks,
+)
 from slidedp_jax.update.elementwise import ElementwiseOptimizer
 from slidedp_jax.update.kernel_form import KernelForm, check_form
 
@@ -174,6 +179,7 @@ class UpdateKernels:
         shared, norm, max_norm = scalars
         groups, *dithers = blocks
         size = self._block_size
+        runs = runs_of_blocks(dithers, size)
 
         def updated(
             group: int, arrays: _Arrays, gradients: _Arrays, dither: jax.Array
@@ -187,16 +193,16 @@ class UpdateKernels:
             return [values, *state]
 
         if self.form == "whole":
-            dither = dither_of_piece(dithers, size)
+            dither = dither_of_piece(runs, size)
             candidates = [
                 updated(group, arrays, gradients, dither)
                 for group in range(self._optimizer.num_groups)
             ]
             values, *state = (_select(groups, list(c)) for c in zip(*candidates, strict=True))
-            return (*_split_result(values, dither_of_piece(dithers, size, second=True)), *state)
+            return (*_split_result(values, dither_of_piece(runs, size, second=True)), *state)
 
         def step(group: int, number: jax.Array, arrays: _Arrays, gradients: _Arrays) -> _Arrays:
-            dither = dither_of_block(dithers, number, size)
+            dither = dither_of_block(runs, number, size)
             values, *state = updated(group, arrays, gradients, dither)
             return (*_split_result(values, dither), *state)
 
@@ -206,7 +212,8 @@ class UpdateKernels:
         self, arrays: _Arrays, gradients: _Arrays, scalars: _Arrays, blocks: _Blocks
     ) -> _Arrays:
         arrays, (groups, *dithers) = _in_device_space((arrays, blocks))
-        master = join(arrays[0], arrays[1], dither_of_piece(dithers, self._block_size))
+        runs = runs_of_blocks(dithers, self._block_size)
+        master = join(arrays[0], arrays[1], dither_of_piece(runs, self._block_size))
         per_group = [
             self._optimizer.init_block(group, master) for group in range(self._optimizer.num_groups)
         ]
