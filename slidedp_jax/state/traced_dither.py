@@ -1,4 +1,4 @@
-"""The dithers of `weight_rounding` in programs."""
+"""The dithers of `weight_rounding` in programs, computed instead of looked up."""
 
 from __future__ import annotations
 
@@ -8,16 +8,23 @@ import jax.numpy as jnp
 from slidedp_jax.state.weight_rounding import (
     FIRST_FACTOR,
     NEAREST,
+    ROUNDS,
     SECOND_FACTOR,
+    SECTION,
     SPREAD,
-    UNIT,
 )
 
+_MASK = SECTION - 1
 
-def factors_and_starts(units: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Keys plus numbers of units, uint32 [...] -> factor and start of each, uint32 [...]."""
-    starts = _mixed(units)
-    return _mixed(starts), starts
+
+def permuted(places: jax.Array) -> jax.Array:
+    """What the table holds at `places` modulo 2**16: uint32 [...] -> uint32 [...]."""
+    x = places & _MASK
+    for shift, factor in ROUNDS:
+        x = x ^ (x >> shift)
+        if factor > 1:
+            x = (x * jnp.uint32(factor)) & _MASK
+    return x
 
 
 def dither_of_parameter(key: jax.Array | None, size: int) -> jax.Array:
@@ -32,15 +39,16 @@ def dither_of_parameter(key: jax.Array | None, size: int) -> jax.Array:
     """
     if key is None:
         return jnp.asarray(NEAREST)
-    units = key + jax.lax.iota(jnp.uint32, -(-size // UNIT))
-    factors, starts = factors_and_starts(units)
-    lanes = jax.lax.broadcasted_iota(jnp.uint32, (len(units), UNIT), 1)
-    return ((factors[:, None] * lanes + starts[:, None]) >> 16).reshape(-1)[:size]
+    begins = _begins(key + jax.lax.iota(jnp.uint32, -(-size // SECTION)))
+    shape = (len(begins), min(size, SECTION))
+    lanes = jax.lax.broadcasted_iota(jnp.uint32, shape, 1)
+    return permuted(begins[:, None] + lanes).reshape(-1)[:size]
 
 
-def _mixed(numbers: jax.Array) -> jax.Array:
-    mixed = numbers * jnp.uint32(SPREAD)
-    mixed = (mixed ^ (mixed >> 16)) * jnp.uint32(FIRST_FACTOR)
-    mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(SECOND_FACTOR)
-    result: jax.Array = mixed ^ (mixed >> 16)
-    return result
+def _begins(sections: jax.Array) -> jax.Array:
+    """Where sections begin in the table, modulo 2**16, from their numbers plus a key."""
+    x = sections * jnp.uint32(SPREAD)
+    x = (x ^ (x >> 16)) * jnp.uint32(FIRST_FACTOR)
+    x = (x ^ (x >> 15)) * jnp.uint32(SECOND_FACTOR)
+    begins: jax.Array = x ^ (x >> 16)
+    return begins

@@ -10,20 +10,19 @@ where the lower bits count as unsigned, so magnitudes are rounded. A weight on t
 as it is; of weights that lie a share p of a grid step above it, the share p is rounded up. So steps
 far below a grid step reach the forward pass at once, each in that share of its weights. The dither
 of an element is a function of the parameter's name, its index in the flattened parameter and the
-run's seed, and of nothing else: not of time, chunks, devices or layout. For the element `lane` of
-the `unit`-th 64 elements of a parameter it is, modulo 2**32,
+run's seed, and of nothing else: not of time, chunks, devices or layout. Modulo 2**16 it is
 
-    dither = upper 16 bits of (factor * lane + start)
-    start  = lowbias32(0x9E3779B9 * (key(seed, name) + unit))
-    factor = lowbias32(0x9E3779B9 * start)
+    dither = TABLE[begin(section) + index],   section = index >> 16
+    begin  = lowbias32(0x9E3779B9 * (key(seed, name) + section))
 
-Within a unit that is the multiply-shift scheme, whose values are uniform and any two of which are
-independent over its factors and starts, so errors of rounding add up as if all were; it costs a
-product and a sum per element. Units get theirs from a thorough hash.
+`TABLE` is one fixed permutation of the numbers of 16 bits, as good as a random one: at no distance
+are its numbers correlated (tests/state/test_weight_rounding.py). So thresholds are exactly uniform
+over each 65,536 elements, and each such section begins elsewhere in the table. Programs that pass
+over the elements one after another read the table, which costs next to nothing; others compute it.
 
 Sources: L. Roberts, Picture coding using pseudo-random noise (1962), for dithered quantization;
-M. Dietzfelbinger, Universal hashing and k-wise independent random variables via integer arithmetic
-without primes (1996); lowbias32 by C. Wellons (https://github.com/skeeto/hash-prospector).
+C. Wellons, https://github.com/skeeto/hash-prospector, for lowbias32 and for the form of the
+permutation, whose constants were searched for small correlations.
 
 This file is NumPy's part, for one range of a parameter at a time; it imports no JAX.
 """
@@ -46,11 +45,14 @@ DEFAULT_ROUNDING: Rounding = "dither"
 NEAREST = np.uint32(0x8000)
 """The dither of every element where weights are rounded to nearest."""
 
-UNIT = 64
-"""Consecutive elements of a parameter that share a factor and a start."""
+SECTION = 1 << 16
+"""Consecutive elements of a parameter that follow each other in the table."""
 
 SPREAD, FIRST_FACTOR, SECOND_FACTOR = 0x9E3779B9, 0x7FEB352D, 0x846CA68B
-"""Of the hash, in the order of use."""
+"""Of the hash of sections, in the order of use."""
+
+ROUNDS = ((5, 0x1749), (5, 0xDF21), (7, 0x9C2F), (5, 1))
+"""Of the permutation: a shift, by which a number is combined with itself, then a factor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,15 +120,23 @@ class WeightRounding:
         key = self.key(name)
         if key is None:
             return np.asarray(NEAREST)
-        first = start // UNIT
-        count = -(-(start + size) // UNIT) - first
-        units = np.arange(count, dtype=np.uint32)
-        units += np.uint32((key + first) % 2**32)
-        starts = _mixed(units)
-        dithers = _mixed(starts)[:, None] * np.arange(UNIT, dtype=np.uint32)
-        dithers += starts[:, None]
-        dithers >>= np.uint32(16)
-        return dithers.reshape(-1)[start - first * UNIT :][:size]
+        dithers = np.empty(size, np.uint32)
+        done = 0
+        while done < size:
+            section, index = divmod(start + done, SECTION)
+            count = min(SECTION - index, size - done)
+            first = (begin(key, section) + index) % SECTION
+            dithers[done : done + count] = TABLE_TWICE[first : first + count]
+            done += count
+        return dithers
+
+
+def begin(key: int, section: int) -> int:
+    """Where in the table a section of a parameter begins."""
+    x = (key + section) * SPREAD % 2**32
+    x = (x ^ x >> 16) * FIRST_FACTOR % 2**32
+    x = (x ^ x >> 15) * SECOND_FACTOR % 2**32
+    return (x ^ x >> 16) % SECTION
 
 
 def check_rounding(rounding: object) -> None:
@@ -145,11 +155,16 @@ def _key(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little")
 
 
-def _mixed(numbers: np.ndarray) -> np.ndarray:
-    x = numbers * np.uint32(SPREAD)
-    x ^= x >> np.uint32(16)
-    x *= np.uint32(FIRST_FACTOR)
-    x ^= x >> np.uint32(15)
-    x *= np.uint32(SECOND_FACTOR)
-    x ^= x >> np.uint32(16)
-    return x
+def _permutation() -> np.ndarray:
+    x = np.arange(SECTION, dtype=np.uint32)
+    for shift, factor in ROUNDS:
+        x ^= x >> np.uint32(shift)
+        x = x * np.uint32(factor) & np.uint32(SECTION - 1)
+    return x.astype(np.uint16)
+
+
+TABLE = _permutation()
+"""uint16 [65536]."""
+
+TABLE_TWICE = np.concatenate([TABLE, TABLE])
+"""The same, so that any section of it lies in one piece."""
