@@ -20,11 +20,11 @@ import jax
 import numpy as np
 
 from slidedp_jax.errors import UserError
+from slidedp_jax.models.batch_arrays import document_offsets
 from slidedp_jax.models.config import ModelConfig
 from slidedp_jax.models.streamed import CachedForm
 from slidedp_jax.planner.hardware import ComputeDtype
 from slidedp_jax.planner.strategy import Strategy
-from slidedp_jax.step.batch import document_offsets
 
 if TYPE_CHECKING:
     from slidedp_jax.data import Tokenizer
@@ -65,11 +65,12 @@ def generate(
       The new tokens of each row, without the prompt; a stop id that ended a row is its last.
 
     Raises:
-      UserError: an argument is out of range (the message says which and where), or the model has no
-        cached form.
+      UserError: an argument is out of range (the message says which and where), the model has no
+        cached form, or the trainer is closed.
       TrainingStopped: an update of the weights failed.
     """
     _check_choice(max_new_tokens, temperature, top_p, seed)
+    trainer.gate.check()
     if len(prompts) == 0:
         return []
     rows = GrowingRows(trainer, prompts, max_new_tokens=max_new_tokens)
@@ -134,6 +135,7 @@ class GrowingRows:
     """
 
     def __init__(self, trainer: Trainer, prompts: Sequence[Sequence[int]], *, max_new_tokens: int):
+        trainer.gate.check()
         self._trainer = trainer
         self._cached = _cached_form(trainer)
         ids = _checked_prompts(prompts, trainer.model.vocab_size)

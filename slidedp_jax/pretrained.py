@@ -74,6 +74,7 @@ class Pretrained:
         rows_per_step: int | StepSize,
         max_seq_length: int,
         packing: bool = False,
+        most_documents_per_row: int | None = None,
         shuffle: bool = True,
         seed: int = 42,
         **settings: Any,
@@ -85,19 +86,26 @@ class Pretrained:
           rows_per_step: rows of an optimizer step.
           max_seq_length: most tokens of a row.
           packing: several documents per row; give `rows.documents_per_row` to plan and trainer.
+          most_documents_per_row: of packed rows; for rows to evaluate on, those of the trainer.
           shuffle: False keeps the files' order.
           seed: of the order.
           **settings: others of `slidedp_jax.data.ExampleSettings`.
 
         Returns:
-          An endless iterator (`rows.num_steps(2)` are two epochs), and the report to print.
+          An endless iterator (`rows.num_steps(2)` are two epochs, `rows.one_epoch()` is all rows
+          once), and the report to print.
 
         Raises:
-          UserError: a file or a row is unusable.
+          UserError: a file or a row is unusable, or text needs a tokenizer that is not there.
         """
-        paths = [files] if isinstance(files, (str, os.PathLike)) else files
+        paths = [
+            pathlib.Path(path)
+            for path in ([files] if isinstance(files, (str, os.PathLike)) else files)
+        ]
+        if self.tokenizer is None and any(path.suffix == ".txt" for path in paths):
+            load_tokenizer(self.folder)  # says what is missing
         examples, report = load_examples(
-            [pathlib.Path(path) for path in paths],
+            paths,
             self.tokenizer,
             ExampleSettings(max_seq_length=max_seq_length, **settings),
             vocab_size=self.config.vocab_size,
@@ -108,6 +116,7 @@ class Pretrained:
             step_size=rows_per_step,
             seed=seed,
             packing=packing,
+            most_documents_per_row=most_documents_per_row,
             shuffle=shuffle,
             pad_id=self.tokenizer.pad_id if self.tokenizer is not None else 0,
         )
@@ -176,7 +185,7 @@ def from_pretrained(
       chat_template: a file that replaces the folder's template.
 
     Raises:
-      UserError: it is not there, not whole, or of a model that is not supported.
+      UserError: it, or the template, is not there, not whole, or of a model that is not supported.
     """
     try:
         folder = resolve_model_folder(os.fspath(name_or_folder))
@@ -185,10 +194,12 @@ def from_pretrained(
     except (FileNotFoundError, ImportError, ValueError) as error:
         raise UserError(str(error)) from error
     template = pathlib.Path(chat_template) if chat_template else None
+    if template is not None and not template.is_file():
+        raise UserError(f"chat template file {template} does not exist")
     has_tokenizer = (folder / "tokenizer.json").is_file()
     return Pretrained(
         folder=folder,
         config=config,
         tokenizer=load_tokenizer(folder, chat_template=template) if has_tokenizer else None,
-        chat_template=template.read_text() if template else None,
+        chat_template=template.read_text(encoding="utf-8") if template else None,
     )

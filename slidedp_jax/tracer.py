@@ -1,7 +1,7 @@
 """Spans of work on the lanes, for measurements and for tests that delay a lane.
 
-Lanes are `h2d`, `compute`, `d2h` and `host_update`, and `wait` where the schedule stands still for
-an update or for gradients to leave. The runtime brackets what it does with
+Lanes are the planner's, `h2d`, `compute`, `d2h` and `host_update`, and `wait` where the schedule
+stands still for an update or for gradients to leave. The runtime brackets what it does with
 `tracer.span(lane, name)`; with the default tracer that costs nothing.
 """
 
@@ -14,14 +14,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-Lane = Literal["h2d", "compute", "d2h", "host_update", "wait"]
+from slidedp_jax.planner.timeline import Lane
+
+SpanLane = Lane | Literal["wait"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
     """One piece of work: seconds since the tracer's start."""
 
-    lane: Lane
+    lane: SpanLane
     name: str
     start_s: float
     end_s: float
@@ -31,7 +33,7 @@ class Tracer:
     """Takes no notes."""
 
     @contextlib.contextmanager
-    def span(self, lane: Lane, name: str) -> Iterator[None]:
+    def span(self, lane: SpanLane, name: str) -> Iterator[None]:
         """Bracket a piece of work of `lane`."""
         yield
 
@@ -45,7 +47,7 @@ class RecordingTracer(Tracer):
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
-    def span(self, lane: Lane, name: str) -> Iterator[None]:
+    def span(self, lane: SpanLane, name: str) -> Iterator[None]:
         """Record start and end."""
         start = time.perf_counter()
         try:
@@ -58,6 +60,6 @@ class RecordingTracer(Tracer):
                     Span(lane=lane, name=name, start_s=start - origin, end_s=end - origin)
                 )
 
-    def busy_s(self, lane: Lane) -> float:
+    def busy_s(self, lane: SpanLane) -> float:
         """Seconds that the spans of one lane cover in sum."""
         return sum(span.end_s - span.start_s for span in self.spans if span.lane == lane)

@@ -90,7 +90,7 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int) -> int:
         print(f"note: {note}")
     plan = make_plan(args, inputs, num_devices, strategy)
     if args.freeze:
-        print(frozen_note(args, inputs.config))
+        print(frozen_note(args, inputs.pretrained.config))
     print(plan_as_text(plan), flush=True)
     if args.optim in WHOLE_PARAMETER_OPTIMIZERS:
         print(f"note: {args.optim} updates whole matrices on the host; steps take longer than that")

@@ -11,7 +11,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 OURS = "slidedp_jax"
 FLOORS = [
-    {"jax_internals"},
+    {"jax_internals", "wording"},
     {"models"},
     {"planner"},
     {"errors", "tracer", "whole_files", "compilation_cache", "visible_gpus"},
@@ -26,13 +26,16 @@ FLOORS = [
     {"trainer"},
     {"generate", "pretrained"},
     {"run"},
-    {"export"},
+    {"export", "preview"},
     {"train"},
     {"cli"},
 ]
 """Packages and files of slidedp_jax from the ground up; each imports only from floors below."""
 
-APART = {"data": {"errors"}, "adapter": {"errors", "jax_internals", "models", "planner"}}
+APART = {
+    "data": {"errors", "wording"},
+    "adapter": {"errors", "jax_internals", "models", "planner"},
+}
 """What these may import in all."""
 
 
@@ -73,9 +76,24 @@ def test_each_floor_imports_only_from_below(floor, unit):
         assert ours - {"__init__"} <= allowed, path
 
 
+def test_the_command_has_no_way_of_its_own_from_and_to_hugging_face_folders():
+    """What scripts use, `slidedp_jax.pretrained`, is what a run is made of."""
+    theirs = {f"{OURS}.models.{name}" for name in ("decoder", "hf_config", "hf_hub", "hf_load")}
+    theirs |= {f"{OURS}.models.hf_export", f"{OURS}.data.load_examples"}
+    for path in (*sources_of("run"), *sources_of("train")):
+        assert not with_names(path) & theirs, path
+    assert theirs <= with_names(*sources_of("pretrained"))
+
+
 def test_every_file_is_on_a_floor():
     units = {path.stem for path in (ROOT / OURS).iterdir() if not path.name.startswith("__")}
     assert units == set().union(*FLOORS)
+
+
+def test_every_unit_has_a_place_in_the_readmes_table():
+    table = (ROOT / "README.md").read_text().split("\n## Files\n")[1]
+    for unit in set().union(*FLOORS):
+        assert re.search(rf"\b{unit}(\.py|/)`", table), unit
 
 
 def test_the_check_sees_imports_inside_functions(tmp_path):

@@ -61,6 +61,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--skip-resident", action="store_true")
     parser.add_argument("--kernel-form", choices=["blocked", "fused", "whole"])
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--weight-rounding", choices=["dither", "nearest"])
     parser.add_argument("--pinned-limit-gib", type=int, default=48)
     parser.add_argument("--compilation-cache", help="folder of JAX's persistent compilation cache")
     parser.add_argument("--out", type=pathlib.Path)
@@ -161,6 +162,7 @@ def run_strategy(
         parameters=lambda write: step_timing.write_weights(args.model, config, model, write),
         max_grad_norm=None if policy == "eager" else args.max_grad_norm,
         kernel_form=args.kernel_form,
+        weight_rounding=args.weight_rounding,
         tracer=tracer,
     )
     ready_s = time.perf_counter() - start
@@ -169,6 +171,7 @@ def run_strategy(
         result = measure(args, config, trainer, tracer, policy, tokens)
         result["state_ready_s"] = ready_s
         result["kernel_form"] = trainer.kernel_form
+        result["weight_rounding"] = trainer.weight_rounding.rounding
         if plan is not None:
             result["planned_step_s"] = plan.chosen.time.step_s
             result["planned_device_gib"] = plan.chosen.memory.device_bytes / 2**30

@@ -48,7 +48,7 @@ def one_per_row(num_examples: int) -> RowPlan:
     )
 
 
-def pack(lengths: np.ndarray, max_seq_length: int) -> RowPlan:
+def pack(lengths: np.ndarray, max_seq_length: int, *, most_documents: int | None = None) -> RowPlan:
     """Pack examples into as few rows as best fit decreasing finds.
 
     Rows come in the order of their first example, and a row's examples in their own order.
@@ -56,6 +56,7 @@ def pack(lengths: np.ndarray, max_seq_length: int) -> RowPlan:
     Args:
       lengths: tokens per example, each at least 1.
       max_seq_length: most tokens of a row.
+      most_documents: most examples of a row; None: as many as fit.
 
     Raises:
       UserError: an example is longer than a row.
@@ -71,7 +72,8 @@ def pack(lengths: np.ndarray, max_seq_length: int) -> RowPlan:
         )
     order = np.argsort(-lengths, kind="stable")
     row_of = np.empty(len(lengths), np.int64)
-    row_of[order] = _best_fit(lengths[order].tolist(), max_seq_length)
+    most = len(lengths) if most_documents is None else most_documents
+    row_of[order] = _best_fit(lengths[order].tolist(), max_seq_length, most)
     # Number rows by their smallest example, then list examples by (row, example).
     _, first = np.unique(row_of, return_index=True)
     rank = np.empty(len(first), np.int64)
@@ -84,12 +86,12 @@ def pack(lengths: np.ndarray, max_seq_length: int) -> RowPlan:
     )
 
 
-def _best_fit(descending: list[int], room: int) -> list[int]:
-    """Row of each length, rows counted as they are opened."""
+def _best_fit(descending: list[int], room: int, most: int) -> list[int]:
+    """Row of each length, rows counted as they are opened; no row takes more than `most`."""
     by_room: list[list[int]] = [[] for _ in range(room + 1)]
     occupied = 0  # bit r is set when by_room[r] is not empty
     rows = []
-    opened = 0
+    taken: list[int] = []  # per row
     for length in descending:
         fitting = occupied >> length
         if fitting:
@@ -99,10 +101,11 @@ def _best_fit(descending: list[int], room: int) -> list[int]:
             if not candidates:
                 occupied ^= 1 << left
         else:
-            row, left = opened, room
-            opened += 1
+            row, left = len(taken), room
+            taken.append(0)
         left -= length
-        if left:
+        taken[row] += 1
+        if left and taken[row] < most:
             by_room[left].append(row)
             occupied |= 1 << left
         rows.append(row)

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import pathlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from slidedp_jax.data import (
-    BatchSource,
-    DataReport,
-    ExampleSettings,
-    StepSize,
-    Tokenizer,
-    load_examples,
-    load_tokenizer,
-)
+from slidedp_jax.data import BatchSource, DataReport, StepSize
 from slidedp_jax.errors import UserError
 from slidedp_jax.models.config import ModelConfig
-from slidedp_jax.models.hf_config import read_config
-from slidedp_jax.models.hf_hub import resolve_model_folder
-from slidedp_jax.models.hf_load import check_folder
 from slidedp_jax.planner.candidates import Choices
 from slidedp_jax.planner.hardware import named_hardware
 from slidedp_jax.planner.search import Plan
 from slidedp_jax.planner.strategy import Strategy
+from slidedp_jax.pretrained import Pretrained, from_pretrained
 from slidedp_jax.run.arguments import WHOLE_PARAMETER_OPTIMIZERS, TrainArguments
 from slidedp_jax.state.freezing import frozen_names
 
@@ -35,9 +24,7 @@ class RunInputs:
     """Checked inputs of a run.
 
     Attributes:
-      folder: the model's Hugging Face folder.
-      config: its configuration.
-      tokenizer: its tokenizer; None when the folder has none and all rows are pre-tokenised.
+      pretrained: the model's Hugging Face folder.
       source: the training rows.
       evaluation: the rows of `validation_file`, if any.
       report: what became of the training files' rows.
@@ -46,9 +33,7 @@ class RunInputs:
       first_step: steps that an earlier run has done.
     """
 
-    folder: pathlib.Path
-    config: ModelConfig
-    tokenizer: Tokenizer | None
+    pretrained: Pretrained
     source: BatchSource
     evaluation: BatchSource | None
     report: DataReport
@@ -63,29 +48,20 @@ def load_inputs(args: TrainArguments, num_devices: int) -> RunInputs:
     Raises:
       UserError: anything about them that would stop the run later.
     """
-    try:
-        folder = resolve_model_folder(args.model_name_or_path)
-        config = read_config(folder)
-        check_folder(folder, config)
-    except (FileNotFoundError, ValueError) as error:
-        raise UserError(str(error)) from error
-    frozen_names(config.parameter_shapes(), args.freeze)
+    pretrained = from_pretrained(args.model_name_or_path, chat_template=args.chat_template_path)
+    frozen_names(pretrained.config.parameter_shapes(), args.freeze)
     for path in (*args.train_file, *args.validation_file):
         if not pathlib.Path(path).is_file():
             raise UserError(f"there is no file {path}; check train_file and validation_file")
-    tokenizer = None
-    if (folder / "tokenizer.json").is_file() or not _all_json(args.train_file):
-        tokenizer = load_tokenizer(folder, chat_template=args.chat_template_path)
-    source, report = _training_rows(args, tokenizer, config.vocab_size, num_devices)
+    source, report = _rows(args, pretrained, num_devices, args.train_file)
+    source.require_whole_step()
     evaluation, evaluation_report = None, None
     if args.validation_file:
-        evaluation, evaluation_report = _evaluation_rows(
-            args, tokenizer, config.vocab_size, num_devices
+        evaluation, evaluation_report = _rows(
+            args, pretrained, num_devices, args.validation_file, like=source
         )
     return RunInputs(
-        folder=folder,
-        config=config,
-        tokenizer=tokenizer,
+        pretrained=pretrained,
         source=source,
         evaluation=evaluation,
         report=report,
@@ -94,62 +70,40 @@ def load_inputs(args: TrainArguments, num_devices: int) -> RunInputs:
     )
 
 
-def _training_rows(
-    args: TrainArguments, tokenizer: Tokenizer | None, vocab_size: int, num_devices: int
+def _rows(
+    args: TrainArguments,
+    pretrained: Pretrained,
+    num_devices: int,
+    files: list[str],
+    *,
+    like: BatchSource | None = None,
 ) -> tuple[BatchSource, DataReport]:
-    examples, report = load_examples(
-        args.train_file, tokenizer, _example_settings(args), vocab_size=vocab_size
-    )
-    source = BatchSource(
-        examples,
-        max_seq_length=args.max_seq_length,
-        step_size=StepSize(
+    """The rows to train on; or, `like` those, rows to evaluate on: all of them, in their order.
+
+    Evaluation is computed as training is: packed or not, as many rows at a time, no row of more
+    documents than attention has room for.
+    """
+    return pretrained.rows(
+        files,
+        rows_per_step=StepSize(
             per_device=args.per_device_train_batch_size,
             accumulation=args.gradient_accumulation_steps,
             num_devices=num_devices,
         ),
-        seed=args.seed if args.data_seed is None else args.data_seed,
+        max_seq_length=args.max_seq_length,
         packing=args.packing,
-        shuffle=args.shuffle,
-        pad_id=_pad_id(tokenizer),
-    )
-    source.require_whole_step()
-    return source, report
-
-
-def _evaluation_rows(
-    args: TrainArguments, tokenizer: Tokenizer | None, vocab_size: int, num_devices: int
-) -> tuple[BatchSource, DataReport]:
-    settings = dataclasses.replace(_example_settings(args), max_rows=None)
-    examples, report = load_examples(
-        args.validation_file, tokenizer, settings, vocab_size=vocab_size
-    )
-    source = BatchSource(
-        examples,
-        max_seq_length=args.max_seq_length,
-        step_size=args.per_device_train_batch_size * num_devices,
-        shuffle=False,
-        pad_id=_pad_id(tokenizer),
-    )
-    return source, report
-
-
-def _example_settings(args: TrainArguments) -> ExampleSettings:
-    return ExampleSettings(
-        max_seq_length=args.max_seq_length,
+        most_documents_per_row=None if like is None else like.documents_per_row,
+        shuffle=args.shuffle and like is None,
+        seed=args.seed if args.data_seed is None else args.data_seed,
         loss_on=args.loss_on,
         over_long=args.over_long,
         keep=args.truncation_keep,
         append_eos=args.append_eos,
         skip_bad_rows=args.skip_bad_rows,
-        max_rows=args.max_train_samples,
+        max_rows=args.max_train_samples if like is None else None,
         columns=args.columns,
         template_kwargs=args.chat_template_kwargs,
     )
-
-
-def _pad_id(tokenizer: Tokenizer | None) -> int:
-    return tokenizer.pad_id if tokenizer is not None else 0
 
 
 def make_plan(
@@ -181,13 +135,13 @@ def make_plan(
     )
     whole = args.optim in WHOLE_PARAMETER_OPTIMIZERS
     return plan_for(
-        inputs.config,
+        inputs.pretrained.config,
         rows_per_step=inputs.source.rows_per_step,
         tokens_per_row=inputs.source.widths[-1],
         documents_per_row=inputs.source.documents_per_row if args.packing else None,
         max_grad_norm=args.clip,
         compute_dtype=args.dtype,
-        optimizer_state_bytes=_state_bytes_per_parameter(args, inputs.config),
+        optimizer_state_bytes=_state_bytes_per_parameter(args, inputs.pretrained.config),
         device_memory_budget_gib=args.device_memory_budget,
         host_memory_budget_gib=args.host_memory_budget,
         # Eager updates have begun when a step turns out to be bad.
@@ -240,25 +194,29 @@ def check_attention(args: TrainArguments, inputs: RunInputs) -> None:
     """
     if args.attention == "auto" or args.hardware is not None:
         return
-    from slidedp_jax.models.attention import device_target, resolve_attention
+    from slidedp_jax.models.attention import RowLayout, device_target, resolve_attention
     from slidedp_jax.process import current_setup
 
-    try:
-        resolve_attention(
-            args.attention,
-            target=device_target(current_setup().devices()[0][0]),
-            dtype=args.dtype,
-            head_dim=inputs.config.head_dim,
-            rows="documents" if args.packing else "whole",
-        )
-    except ValueError as error:
-        raise UserError(str(error)) from None
+    computed: dict[str, RowLayout] = {"the training rows": "documents" if args.packing else "whole"}
+    if args.sample_prompts:
+        computed["sample_prompts"] = "documents"
+    for what, rows in computed.items():
+        try:
+            resolve_attention(
+                args.attention,
+                target=device_target(current_setup().devices()[0][0]),
+                dtype=args.dtype,
+                head_dim=inputs.pretrained.config.head_dim,
+                rows=rows,
+            )
+        except ValueError as error:
+            raise UserError(f"for {what}, {error}") from None
 
 
 def setting_notes(inputs: RunInputs, args: TrainArguments) -> list[str]:
     """What is allowed and does not do what one might expect."""
     notes = []
-    longest = inputs.config.max_position_embeddings
+    longest = inputs.pretrained.config.max_position_embeddings
     if longest is not None and inputs.source.widths[-1] > longest:
         notes.append(
             f"rows have up to {inputs.source.widths[-1]:,} tokens, the model was made for "
@@ -283,7 +241,3 @@ def epochs_note(inputs: RunInputs, args: TrainArguments) -> str:
     if done:
         so_far = f"; {done} steps, {source.epochs_after():.2f} epochs are done"
     return f"{inputs.num_steps} steps of {rows} rows, {epochs:.2f} epochs{repeated}{so_far}"
-
-
-def _all_json(files: list[str]) -> bool:
-    return all(path.endswith((".json", ".jsonl", ".parquet")) for path in files)

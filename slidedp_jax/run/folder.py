@@ -72,7 +72,7 @@ class RunFolder:
       root: the output folder.
       resume_from: checkpoint to go on from, if any.
       lock: holds the folder for this run.
-      previous: what `run_record.read_run` gave of the run in the folder that this one continues.
+      previous: what `record.read_run` gave of the run in the folder that this one continues.
       notes: for the user.
       replaces: the run in the folder is to be replaced.
     """

@@ -17,8 +17,6 @@ import slidedp_jax
 from slidedp_jax.checkpoint.record import ROUNDING
 from slidedp_jax.checkpoint.save_restore import keep_last
 from slidedp_jax.generate import encode_prompt, generate
-from slidedp_jax.models.decoder import build
-from slidedp_jax.models.hf_load import load_parameters
 from slidedp_jax.planner.hardware import size_text
 from slidedp_jax.planner.report import plan_as_dict
 from slidedp_jax.planner.search import Plan
@@ -80,7 +78,7 @@ class Run:
         self._plan = plan
         self._stop = stop
         self._schedule = learning_rate(args, inputs.num_steps)
-        self._workload = Workload.from_config(inputs.config)
+        self._workload = Workload.from_config(inputs.pretrained.config)
         self._tokens_seen = 0
         self._skipped = 0
         self._timed: list[tuple[int, float]] = []
@@ -111,15 +109,14 @@ class Run:
 
     def _trainer(self, *, load: bool) -> Trainer:
         args, inputs, strategy = self._args, self._inputs, self._plan.strategy
+        pretrained = inputs.pretrained
         start = time.perf_counter()
-        shapes = inputs.config.parameter_shapes()
 
         def read_weights(write: Any) -> None:
-            counted = LoadProgress(write, inputs.config.num_parameters)
-            load_parameters(inputs.folder, shapes, counted)
+            pretrained.load_parameters(LoadProgress(write, pretrained.config.num_parameters))
 
         trainer = Trainer(
-            build(inputs.config, attention=args.attention),
+            pretrained.model(args.attention),
             make_optimizer(args, inputs.num_steps),
             strategy=strategy,
             parameters=read_weights if load else TO_BE_RESTORED,
@@ -181,20 +178,17 @@ class Run:
         batch = next(self._inputs.source)
         data_s = time.perf_counter() - start
         arrays = batch.arrays | {"row_ids": np.array(batch.row_ids)}
-        if batch.one_document_per_row and not self._args.packing:
-            # Padding is on the right, so causal attention alone keeps documents apart.
-            del arrays["segment_ids"]
         metrics = trainer.step(arrays)
         loss, norm, skipped = metrics.loss, metrics.grad_norm, metrics.skipped
         seconds = time.perf_counter() - start
         self._timed.append((batch.num_tokens, seconds))
         self._tokens_seen += batch.num_tokens
         self._skipped += skipped
-        num_devices = self._plan.hardware.num_devices
+        num_devices = self._plan.job.hardware.num_devices
         flops = self._workload.model_flops_per_step(
             BatchShape(num_rows=len(arrays["input_ids"]), seq_length=arrays["input_ids"].shape[1])
         )
-        peak = self._plan.hardware.peak_flops_per_s * num_devices
+        peak = self._plan.job.hardware.peak_flops_per_s * num_devices
         return {
             "step": step,
             "epoch": round(self._inputs.source.epochs_after(), 4),
@@ -221,21 +215,19 @@ class Run:
         return step == num_steps or (every is not None and step % every == 0)
 
     def _evaluate(self, trainer: Trainer, step: int, progress: Progress) -> None:
-        """Loss over all held-out rows, weighted by their supervised tokens."""
+        """Mean loss of the supervised tokens of all held-out rows."""
         assert self._inputs.evaluation is not None
-        total, count = 0.0, 0
         start = time.perf_counter()
-        for batch in self._inputs.evaluation.one_epoch():
-            loss, supervised = trainer.evaluate(batch.arrays)
-            total, count = total + loss * supervised, count + supervised
+        batches = self._inputs.evaluation.one_epoch()
+        loss, count = trainer.evaluate(batch.arrays for batch in batches)
         record = {
             "step": step,
-            "eval_loss": total / count,
+            "eval_loss": loss,
             "eval_supervised_tokens": count,
             "eval_runtime": time.perf_counter() - start,
         }
         progress.write(record)
-        progress.say(f"step {step}: held-out loss {record['eval_loss']:.4f} over {count} tokens")
+        progress.say(f"step {step}: held-out loss {loss:.4f} over {count} tokens")
 
     def _save(self, trainer: Trainer, progress: Progress) -> None:
         extra = {
@@ -259,14 +251,14 @@ class Run:
             return EXIT_INTERRUPTED
         self._sample(trainer, "after training")
         if self._args.export:
-            export_run(trainer, self._folder, self._inputs, self._args)
+            export_run(trainer, self._folder, self._inputs.pretrained, self._args)
         self._folder.succeeded()
         self._summary(trainer)
         return 0
 
     def _sample(self, trainer: Trainer, when: str) -> None:
         """Greedy completions of the sample prompts, on the console."""
-        prompts, tokenizer = self._args.sample_prompts, self._inputs.tokenizer
+        prompts, tokenizer = self._args.sample_prompts, self._inputs.pretrained.tokenizer
         if not prompts or tokenizer is None:
             return
 
@@ -297,7 +289,7 @@ class Run:
         print(f"  checkpoints: {self._folder.checkpoints}")
         print(f"  metrics:     {self._folder.metrics}")
         if self._args.export:
-            how = export_text(trainer, self._args)
+            how = export_text(trainer.weight_rounding, self._args)
             print(f"  model:       {self._folder.export} ({how})")
             if self._args.ema_decay is not None:
                 print(f"  averaged:    {self._folder.export_ema}")
@@ -309,7 +301,7 @@ class Run:
             "plan": plan_as_dict(self._plan),
             "planned_for": planned_for(),
             "xla_flags": xla_flags(),
-            "configuration": dataclasses.asdict(self._inputs.config),
+            "configuration": dataclasses.asdict(self._inputs.pretrained.config),
             "kernel_form": trainer.kernel_form,
             ROUNDING: trainer.weight_rounding.record(),
             "data": dataclasses.asdict(self._inputs.report),

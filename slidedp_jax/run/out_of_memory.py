@@ -30,7 +30,7 @@ def explained(error: BaseException, plan: Plan) -> UserError | None:
         return None
     cause = found[0]
     gib = 2**30
-    planned, budget = plan.chosen.memory.device_bytes / gib, plan.device_budget_bytes / gib
+    planned, budget = plan.chosen.memory.device_bytes / gib, plan.job.device_budget_bytes / gib
     return UserError(
         f"out of memory: {str(cause).splitlines()[0][:300]}\nThe plan was {planned:.1f} of "
         f"{budget:.1f} GiB of each device. With --device_memory_budget {_NEXT_BUDGET * budget:.3g} "

@@ -71,7 +71,8 @@ class Resumption:
         Raises:
           UserError: the data, its order or the model's configuration are others.
         """
-        check_configuration(self.checkpoint, self.record, dataclasses.asdict(inputs.config))
+        config = inputs.pretrained.config
+        check_configuration(self.checkpoint, self.record, dataclasses.asdict(config))
         inputs.source.restore(self.extra.get("data", {}))
         left = inputs.source.steps_until(args.num_train_epochs)
         return dataclasses.replace(

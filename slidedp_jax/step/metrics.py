@@ -19,7 +19,7 @@ class StepMetrics:
 
     Attributes:
       step: number of the step, from 1.
-      num_tokens: tokens of the step without padding.
+      num_tokens: tokens of the step, without padding where the batch has `segment_ids` to tell it.
       num_supervised_tokens: tokens that count in the loss.
     """
 
@@ -70,6 +70,10 @@ class StepMetrics:
 
 
 def mean_loss(losses: Sequence[jax.Array], num_supervised: int) -> float:
-    """Sum of the devices' and microbatches' losses, in float64 and their order, per token."""
-    total = sum(float(np.sum(np.asarray(part, np.float64))) for part in losses)
-    return total / num_supervised
+    """`loss_sum` per supervised token."""
+    return loss_sum(losses) / num_supervised
+
+
+def loss_sum(losses: Sequence[jax.Array]) -> float:
+    """Sum of the devices' and microbatches' losses, in float64 and their order."""
+    return sum((float(np.sum(np.asarray(part, np.float64))) for part in losses), start=0.0)

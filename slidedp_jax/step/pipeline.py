@@ -38,6 +38,7 @@ class Pipeline:
       layouts: chunks in forward order.
       layer_fns: per layer chunk, the functions of its layers.
       tied: whether the head reads the embedding's weights.
+      indexed: whether layers read their index.
       programs: compiled programs.
       prefetch_depth: chunks fetched ahead of the one in use.
       kept_chunks: top layer chunks whose weights and intermediate results stay on the device
@@ -53,6 +54,7 @@ class Pipeline:
         layer_fns: Sequence[LayerFns],
         *,
         tied: bool,
+        indexed: bool = False,
         programs: ComputePrograms,
         prefetch_depth: int,
         kept_chunks: int = 0,
@@ -63,6 +65,7 @@ class Pipeline:
         self._layouts = layouts
         self._layer_fns = layer_fns
         self._tied = tied
+        self._indexed = indexed
         self._programs = programs
         self._depth = prefetch_depth
         self._sums_beside = sums_beside
@@ -139,7 +142,7 @@ class Pipeline:
         )
 
     def losses(self, weights: WeightSource, microbatches: Sequence[DeviceBatch]) -> list[jax.Array]:
-        """Forward only; `StepOutputs.losses`."""
+        """Forward only, by the programs of a step; `StepOutputs.losses`."""
         embed, left = self._forward(weights, microbatches, keep_from=self._head)
         head = weights.take(self._head)[0]
         losses = [
@@ -202,7 +205,8 @@ class Pipeline:
     ) -> tuple[Any, LeftByForward]:
         """The embedding's weights if tied, and what is left of the chunks from `keep_from` on.
 
-        With `keep_from` at the head, nothing will run backward but the head.
+        With `keep_from` at the head, nothing will run backward but the head. The programs are the
+        same, as others would differ in the last bits; what they keep is let go at once.
         """
         embed = weights.take(0)[0]
         self._prefetch(weights, range(1, self._head + 1))
@@ -219,10 +223,12 @@ class Pipeline:
             self._prefetch(weights, range(chunk + 1, self._head + 1))
             previous = xs
             with self._tracer.span("compute", f"forward {self._layouts[chunk].name}"):
-                if keep_from < self._head and chunk >= self._last_layers:
+                if chunk >= self._last_layers:
                     left.kinds[chunk] = self._kind(chunk, trees, previous[0], microbatches)
                 xs = self._chunk_forward(chunk, trees, previous, microbatches, left)
-            if chunk in left.kinds and chunk in self._kept:
+            if keep_from == self._head:
+                left.residuals.pop(chunk, None)
+            elif chunk in self._kept:
                 left.trees[chunk] = trees
             if keep_from <= chunk + 1:
                 left.inputs.append(xs)
@@ -349,8 +355,8 @@ class Pipeline:
         return out, sums, packed
 
     def _of_chunk(self, chunk: int, batch: DeviceBatch) -> DeviceBatch:
-        """The batch with the index of the chunk's first layer, where random numbers are drawn."""
-        if "row_seeds" not in batch:
+        """The batch with the index of the chunk's first layer, where layers read or draw by it."""
+        if not self._indexed and "row_seeds" not in batch:
             return batch
         if chunk not in self._layer_indices:
             first = sum(len(fns) for fns in self._layer_fns[: chunk - 1])

@@ -244,7 +244,7 @@ def fails_to_plan(patch):
 
 
 def fails_to_load(patch):
-    patch.setattr("slidedp_jax.run.loop.load_parameters", lambda *_, **__: 1 / 0)
+    patch.setattr("slidedp_jax.pretrained.load_parameters", lambda *_, **__: 1 / 0)
 
 
 def fails_in_the_first_step(patch):

@@ -178,16 +178,19 @@ def test_position_deep_in_two_million_rows_is_found_at_once():
 @pytest.mark.parametrize("packing", [False, True])
 def test_documents_are_whole_and_apart(packing):
     examples = make_examples(LENGTHS)
-    source = BatchSource(examples, max_seq_length=32, step_size=8, packing=packing, pad_id=99)
+    source = BatchSource(examples, max_seq_length=32, step_size=8, packing=packing, pad_id=100)
     seen = []
     for batch in islice(source, source.steps_per_epoch):
         rows = iter(batch.row_ids)
-        segments, positions = batch.arrays["segment_ids"], batch.arrays["positions"]
+        assert ("segment_ids" in batch.arrays) == packing
+        positions = batch.arrays["positions"]
+        no_padding = (batch.arrays["input_ids"] != 100).astype(int)
+        segments = batch.arrays.get("segment_ids", no_padding)
         assert all(a.dtype == np.int32 and a.shape == segments.shape for a in batch.arrays.values())
         for r in range(len(segments)):
             last = segments[r].max()
             assert segments[r][segments[r] > 0].tolist() == sorted(segments[r][segments[r] > 0])
-            assert batch.one_document_per_row <= (last == 1)
+            assert packing or last == 1
             for segment in range(1, last + 1):
                 here, index = segments[r] == segment, next(rows)
                 ids, labels = batch.arrays["input_ids"][r], batch.arrays["labels"][r]
@@ -197,7 +200,7 @@ def test_documents_are_whole_and_apart(packing):
                 seen.append(index)
             padding = segments[r] == 0
             assert (batch.arrays["labels"][r][padding] == IGNORED).all()
-            assert (batch.arrays["input_ids"][r][padding] == 99).all()
+            assert (batch.arrays["input_ids"][r][padding] == 100).all()
             assert not positions[r][padding].any()
         assert batch.num_tokens == (segments > 0).sum()
         assert batch.num_supervised_tokens == (batch.arrays["labels"] != IGNORED).sum()
@@ -231,7 +234,9 @@ def test_the_runtime_counts_what_is_announced(packing):
     for batch in source.one_epoch():
         prepared = prepare(batch.arrays, vocab_size=100, num_devices=2, rows_per_microbatch=2)
         assert prepared.num_supervised == batch.num_supervised_tokens
-        assert prepared.num_tokens == batch.num_tokens
+        # Without segment ids nothing tells padding from tokens.
+        announced = batch.num_tokens if packing else batch.arrays["input_ids"].size
+        assert prepared.num_tokens == announced
 
 
 # Shapes.
@@ -272,9 +277,21 @@ def test_fewer_rows_than_a_step_names_the_numbers():
     with pytest.raises(UserError, match=message):
         source.require_whole_step()
     packed = source_of(lengths=[5, 6, 7], rows=size, packing=True)
-    with pytest.raises(UserError, match=r"1 rows \(packed from 3 examples\)"):
+    with pytest.raises(UserError, match=r"1 row \(packed from 3 examples\)"):
         packed.require_whole_step()
     source_of(lengths=[5] * 16, rows=size).require_whole_step()
+
+
+def test_fewer_rows_than_a_step_names_those_that_were_dropped(load):
+    rows = [{"text": "abc"}] * 6 + [{"input_ids": [1, 2], "labels": [-100, -100]}] * 2
+    examples, report = load(rows)
+    source = BatchSource(examples, max_seq_length=512, step_size=8)
+    with pytest.raises(UserError, match=r"8 rows in the files were dropped: 2 nothing to learn in"):
+        source.require_whole_step(report)
+    examples, report = load(rows[:6])
+    source = BatchSource(examples, max_seq_length=512, step_size=8)
+    with pytest.raises(UserError, match=r"or give more rows\.$"):
+        source.require_whole_step(report)
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -298,6 +315,7 @@ def test_settings_are_checked():
         ({"seed": -1}, "seed"),
         ({"max_seq_length": 8}, "longest example has 31 tokens"),
         ({"pad_to_multiple_of": 0}, "pad_to_multiple_of"),
+        ({"most_documents_per_row": 0}, "most_documents_per_row is 0"),
         ({"rows": 0}, "per_device is 0"),
     ):
         with pytest.raises(UserError, match=message):

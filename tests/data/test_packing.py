@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -51,6 +53,21 @@ def test_the_fullest_row_that_fits_is_taken():
     # 7 and 6 open rows with room for 3 and 4; the 3 fits both and fills the first.
     plan = pack(np.array([6, 3, 7]), 10)
     assert [plan.row(r).tolist() for r in range(len(plan))] == [[0], [1, 2]]
+
+
+@given(lengths_and_room(), st.integers(1, 5))
+def test_no_row_has_more_documents_than_allowed(case, most):
+    lengths, room = case
+    plan = pack(lengths, room, most_documents=most)
+    assert sorted(plan.members.tolist()) == list(range(len(lengths)))
+    sizes = [lengths[plan.row(r)].sum() for r in range(len(plan))]
+    counts = np.diff(plan.offsets)
+    assert all(size <= room for size in sizes) and (counts <= most).all()
+    # Two rows stay apart only where one is full or together they would be.
+    for one, other in combinations(range(len(plan)), 2):
+        assert sizes[one] + sizes[other] > room or max(counts[one], counts[other]) == most
+    loose = pack(lengths, room, most_documents=max(1, len(lengths)))
+    assert loose.members.tolist() == pack(lengths, room).members.tolist()
 
 
 def test_rows_are_nearly_full_on_a_realistic_spread():

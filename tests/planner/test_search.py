@@ -179,7 +179,7 @@ def test_contradictions_are_reported_together():
         "num_host_devices is 5",
         "prefetch_depth is 0",
         "layers_per_chunk is 37; the model has 36 layers",
-        "the device memory budget is 200.00 GiB; h200 leaves a run 129.38 GiB",
+        "the device memory budget is 200.00 GiB; a run on h200 has 129.38 GiB",
     ):
         assert part in message
 
@@ -245,7 +245,7 @@ def test_state_on_the_devices_ends_the_wait_for_the_host_update():
     assert 0 < resident.strategy.resident_chunks < len(QWEN3_4B.layers)
     assert resident.chosen.time.step_s < 0.8 * on_host.chosen.time.step_s
     assert resident.chosen.time.exposed_s["host_update"] < 0.05
-    assert resident.chosen.memory.device_bytes <= 0.9 * resident.device_budget_bytes
+    assert resident.chosen.memory.device_bytes <= 0.9 * resident.job.device_budget_bytes
     assert on_host.strategy in [other.strategy for other in resident.runners_up] or all(
         other.time.step_s <= on_host.chosen.time.step_s for other in resident.runners_up
     )
@@ -302,7 +302,7 @@ def test_no_more_layers_per_program_than_pay():
     assert layers < 6
     for fewer in range(1, layers):
         choices = Choices(layers_per_chunk=fewer)
-        other = plan(workload, found.batch, hardware, choices=choices)
+        other = plan(workload, found.job.batch, hardware, choices=choices)
         assert other.chosen.time.step_s > found.chosen.time.step_s
 
 

@@ -118,6 +118,12 @@ def test_no_folder_and_no_tokenizer_are_said(folder, tmp_path):
         slidedp_jax.from_pretrained(tmp_path / "Qwen3-0.7B")
     bare = shutil.copytree(folder / "Qwen3-0.6B", tmp_path / "bare")
     (bare / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match=r"chat template file .* does not exist"):
+        slidedp_jax.from_pretrained(bare, chat_template=tmp_path / "other.jinja")
     base = slidedp_jax.from_pretrained(bare)
+    text = tmp_path / "text.txt"
+    text.write_text("words")
+    with pytest.raises(UserError, match=r"has no tokenizer.json.*Write one with transformers"):
+        base.rows([text], rows_per_step=8, max_seq_length=256)
     with pytest.raises(UserError, match="rows of text need a tokenizer"):
         base.rows(folder / "chats.jsonl", rows_per_step=8, max_seq_length=256)

@@ -1,0 +1,147 @@
+"""A closed trainer says so, whatever it is asked."""
+
+import importlib
+import inspect
+import pathlib
+import pkgutil
+
+import numpy as np
+import optax
+import pytest
+from plain_training import random_batch
+from streamed_training import small_config, strategy
+
+import slidedp_jax
+from slidedp_jax import Trainer, UserError
+from slidedp_jax.models import decoder
+from slidedp_jax.run.arguments import TrainArguments
+from slidedp_jax.run.folder import RunFolder
+
+CONFIG = small_config(layers=1)
+
+
+@pytest.fixture(scope="module")
+def closed():
+    with Trainer(
+        decoder.build(CONFIG),
+        optax.sgd(1e-2),
+        strategy=strategy(),
+        kernel_form="whole",
+        ema_decay=0.5,
+        num_devices=1,
+    ) as it:
+        it.step(random_batch(CONFIG, 4, 8, packed=False))
+    return it
+
+
+BATCH = random_batch(CONFIG, 4, 8, packed=False)
+FOLDER = RunFolder(root=pathlib.Path("/nowhere"), resume_from=None, lock=None)
+ARGUMENTS = TrainArguments(model_name_or_path="m", train_file=["t"], output_dir="/nowhere")
+ROWS = {"input_ids": np.ones((1, 16), np.int32)}
+
+OF_TRAINER = {
+    "step": lambda it: it.step(BATCH),
+    "forward_backward": lambda it: it.forward_backward(it.weights, None, None),
+    "send": lambda it: it.send(0, []),
+    "evaluate": lambda it: it.evaluate(BATCH),
+    "next_logits": lambda it: it.next_logits((), ROWS, np.zeros(1, np.int32), []),
+    "init_caches": lambda it: it.init_caches(1, 64),
+    "parameters": lambda it: it.parameters(),
+    "averaged_parameters": lambda it: it.averaged_parameters(),
+    "gradients": lambda it: it.gradients(BATCH),
+    "set_hyperparameters": lambda it: it.set_hyperparameters(learning_rate=0.1),
+    "optimizer_state": lambda it: it.optimizer_state("lm_head.weight"),
+    "evaluating": lambda it: it.evaluating().__enter__(),
+    "save": lambda it: it.save("/nowhere"),
+    "restore": lambda it: it.restore("/nowhere"),
+    "wait": lambda it: it.wait(),
+    "prepare": lambda it: it.prepare(BATCH),
+    "__enter__": lambda it: it.__enter__(),
+}
+
+TAKING_ONE = {
+    "slidedp_jax.generate.generate": lambda f, it: f(it, [[1]], max_new_tokens=1),
+    "slidedp_jax.generate.GrowingRows": lambda f, it: f(it, [[1]], max_new_tokens=1),
+    "slidedp_jax.pretrained.Pretrained.export": lambda f, it: f(pretrained(), it, "/nowhere"),
+    "slidedp_jax.run.export.export_run": lambda f, it: f(it, FOLDER, pretrained(), ARGUMENTS),
+}
+"""Public functions with a parameter of type `Trainer`."""
+
+STILL_THERE = {"close", "__exit__", "__init__"}
+
+
+def pretrained():
+    fields = {"folder": None, "config": CONFIG, "tokenizer": None}
+    return slidedp_jax.Pretrained(**fields)
+
+
+def is_public(name):
+    return not name.startswith("_") or name in ("__enter__", "__exit__", "__init__")
+
+
+def functions_of(owner):
+    return {
+        name: value
+        for name, value in vars(owner).items()
+        if inspect.isfunction(value) and is_public(name)
+    }
+
+
+def test_every_public_method_is_asked():
+    assert functions_of(Trainer).keys() == OF_TRAINER.keys() | STILL_THERE
+
+
+def modules():
+    for module in pkgutil.walk_packages(slidedp_jax.__path__, "slidedp_jax."):
+        if not module.name.endswith("__main__"):
+            yield importlib.import_module(module.name)
+
+
+def takes_a_trainer(function):
+    annotations = {n: a for n, a in function.__annotations__.items() if n != "return"}
+    return "Trainer" in annotations.values()
+
+
+def functions_that_take_one():
+    """Full names; of a class that is made with a trainer, the class."""
+    for module in modules():
+        for name, value in vars(module).items():
+            if getattr(value, "__module__", "") != module.__name__ or not is_public(name):
+                continue
+            if inspect.isfunction(value) and takes_a_trainer(value):
+                yield f"{module.__name__}.{name}"
+            for method in functions_of(value) if inspect.isclass(value) else ():
+                if takes_a_trainer(vars(value)[method]):
+                    suffix = "" if method == "__init__" else f".{method}"
+                    yield f"{module.__name__}.{name}{suffix}"
+
+
+def test_every_public_function_that_takes_a_trainer_is_asked():
+    assert {*functions_that_take_one()} == TAKING_ONE.keys()
+
+
+@pytest.mark.parametrize("name", OF_TRAINER)
+def test_a_method_says_that_the_trainer_is_closed(closed, name):
+    with pytest.raises(UserError, match="the trainer is closed"):
+        OF_TRAINER[name](closed)
+
+
+@pytest.mark.parametrize("name", TAKING_ONE)
+def test_a_function_says_that_the_trainer_is_closed(closed, name):
+    module, attribute = name.rsplit(".", 1)
+    try:
+        owner = importlib.import_module(module)
+    except ModuleNotFoundError:
+        owner = slidedp_jax.Pretrained
+    with pytest.raises(UserError, match="the trainer is closed"):
+        TAKING_ONE[name](getattr(owner, attribute), closed)
+
+
+def test_nothing_to_generate_is_no_way_around_it(closed):
+    with pytest.raises(UserError, match="the trainer is closed"):
+        slidedp_jax.generate.generate(closed, [], max_new_tokens=1)
+
+
+def test_closing_twice_is_closing_once_and_figures_stay(closed):
+    closed.close()
+    assert (closed.step_count, closed.num_devices, closed.kernel_form) == (1, 1, "whole")
