@@ -14,9 +14,10 @@ from typing import get_args
 
 import numpy as np
 
+from slidedp_jax.disk_room import writing
 from slidedp_jax.errors import UserError
 from slidedp_jax.models.hf_config import read_config
-from slidedp_jax.models.hf_export import export
+from slidedp_jax.models.hf_export import export, export_bytes
 from slidedp_jax.models.hf_hub import resolve_model_folder
 from slidedp_jax.process import configure
 from slidedp_jax.state.weight_rounding import Rounding
@@ -118,7 +119,9 @@ def export_checkpoint(
         values = loaded[name]
         return rounded(values, own, name) if dtype == "bfloat16" else values
 
-    export(output, folder, config.parameter_shapes(), read, dtype=dtype)
+    shapes = config.parameter_shapes()
+    with writing(output, export_bytes(shapes, dtype)):
+        export(output, folder, shapes, read, dtype=dtype)
     return f"{dtype}, rounded {own.text}" if dtype == "bfloat16" else dtype
 
 

@@ -57,7 +57,7 @@ def train(args: TrainArguments) -> int:
     try:
         return _train_in(folder, args, num_devices)
     finally:
-        folder.lock.release()
+        folder.close()
 
 
 def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int) -> int:
@@ -69,6 +69,7 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int) -> int:
         make_plan,
         setting_notes,
     )
+    from slidedp_jax.run.disk import disk_of_run
     from slidedp_jax.run.loop import Run, StopAtSignal
     from slidedp_jax.run.out_of_memory import explained
     from slidedp_jax.run.record import IN_CHECKPOINT
@@ -91,14 +92,19 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int) -> int:
     plan = make_plan(args, inputs, num_devices, strategy)
     if args.freeze:
         print(frozen_note(args, inputs.pretrained.config))
-    print(plan_as_text(plan), flush=True)
+    print(plan_as_text(plan))
+    steps = {"num_steps": inputs.num_steps, "first_step": inputs.first_step}
+    disk = disk_of_run(args, folder, plan, **steps)
+    print(disk)
+    for note in disk.check():
+        print(f"note: {note}")
     if args.optim in WHOLE_PARAMETER_OPTIMIZERS:
         print(f"note: {args.optim} updates whole matrices on the host; steps take longer than that")
     if args.dry_run:
         return 0
     with StopAtSignal() as stop:
         try:
-            return Run(args, folder, inputs, plan, stop).run(resumed)
+            return Run(args, folder, inputs, plan, disk, stop).run(resumed)
         except BaseException as error:
             if folder.failed():
                 print("the run that was to be replaced is left as it was", file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import pathlib
 import shutil
@@ -15,6 +16,7 @@ from slidedp_jax.run.arguments import TrainArguments
 from slidedp_jax.run.lock import RunLock
 from slidedp_jax.run.record import NAME, read_run, write_run
 from slidedp_jax.run.replaced import ReplacedRun
+from slidedp_jax.run.writable import make_writable, remove_if_empty
 from slidedp_jax.whole_files import UNFINISHED, write_whole
 
 _MAY_CHANGE = frozenset(
@@ -75,6 +77,7 @@ class RunFolder:
       previous: what `record.read_run` gave of the run in the folder that this one continues.
       notes: for the user.
       replaces: the run in the folder is to be replaced.
+      made: folders that were made for it, innermost first.
     """
 
     root: pathlib.Path
@@ -83,6 +86,7 @@ class RunFolder:
     previous: dict[str, Any] | None = None
     notes: tuple[str, ...] = ()
     replaces: bool = False
+    made: tuple[pathlib.Path, ...] = ()
 
     @property
     def checkpoints(self) -> pathlib.Path:
@@ -109,8 +113,6 @@ class RunFolder:
 
         A run that is to be replaced is set aside, until `succeeded`.
         """
-        self.root.mkdir(parents=True, exist_ok=True)
-        self.lock.acquire()
         if self.replaces:
             ReplacedRun(self.root).set_aside()
         write_run(self.root, record)
@@ -126,6 +128,11 @@ class RunFolder:
         old.bring_back()
         return was_aside
 
+    def close(self) -> None:
+        """Let others have the folder; one that was made and holds nothing goes."""
+        remove_if_empty(self.made)
+        self.lock.release()
+
     def drop_metrics_after(self, step: int) -> None:
         """Forget logged steps that the resumed run will take again."""
         if not self.metrics.exists():
@@ -139,20 +146,26 @@ class RunFolder:
 def open_run_folder(args: TrainArguments) -> RunFolder:
     """Decide between a fresh run and resuming; deletes nothing but leftovers of runs cut short.
 
-    The folder stays locked until the lock is released; a dry run takes no lock.
+    The folder is made and stays locked until it is closed; a dry run only tries that, and leaves
+    nothing.
 
     Raises:
-      UserError: the folder holds something else, a run with other settings or a running one.
+      UserError: the folder cannot be written, or holds something else, a run with other settings
+        or a running one.
     """
     root = pathlib.Path(args.output_dir)
+    # With `hardware` it is another machine's.
+    made = make_writable(root) if args.hardware is None else ()
     lock = RunLock(root)
-    if not args.dry_run:
-        lock.acquire()
     try:
-        if not args.dry_run:
-            _tidy(root)
-        return _opened(args, root, lock)
+        if args.dry_run:
+            remove_if_empty(made)
+            return _opened(args, root, lock)
+        lock.acquire()
+        _tidy(root)
+        return dataclasses.replace(_opened(args, root, lock), made=made)
     except BaseException:
+        remove_if_empty(made)
         lock.release()
         raise
 
@@ -161,7 +174,8 @@ def _tidy(root: pathlib.Path) -> None:
     """Bring a folder in order whose last run was killed in the middle of something."""
     begun = (root / NAME).is_file() and bool(list_steps(root / "checkpoints"))
     ReplacedRun(root).settle(replaced=begun)
-    for path in root.glob(f".*{UNFINISHED}"):
+    leftovers = [folder.glob(f".*{UNFINISHED}") for folder in (root, root / "checkpoints")]
+    for path in itertools.chain(*leftovers):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
@@ -169,8 +183,6 @@ def _tidy(root: pathlib.Path) -> None:
 
 
 def _opened(args: TrainArguments, root: pathlib.Path, lock: RunLock) -> RunFolder:
-    if root.exists() and not root.is_dir():
-        raise UserError(f"output_dir {root} is a file; give a folder")
     steps = list_steps(root / "checkpoints")
     newest = steps[-1] if steps else None
     used = root.is_dir() and any(root.iterdir())

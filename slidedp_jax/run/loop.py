@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import pathlib
 import platform
 import signal
 import sys
@@ -24,6 +25,7 @@ from slidedp_jax.planner.workload import BatchShape, Workload
 from slidedp_jax.process import current_setup
 from slidedp_jax.run.arguments import TrainArguments
 from slidedp_jax.run.checks import RunInputs
+from slidedp_jax.run.disk import RunDisk
 from slidedp_jax.run.export import export_run, export_text
 from slidedp_jax.run.folder import RunFolder
 from slidedp_jax.run.learning_rate import learning_rate
@@ -35,6 +37,7 @@ from slidedp_jax.state.starting_state import TO_BE_RESTORED
 from slidedp_jax.state.weight_rounding import Rounding
 from slidedp_jax.trainer import Trainer
 
+EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 
 
@@ -70,18 +73,26 @@ class Run:
         folder: RunFolder,
         inputs: RunInputs,
         plan: Plan,
+        disk: RunDisk,
         stop: StopAtSignal,
     ):
         self._args = args
         self._folder = folder
         self._inputs = inputs
         self._plan = plan
+        self._disk = disk
         self._stop = stop
         self._schedule = learning_rate(args, inputs.num_steps)
         self._workload = Workload.from_config(inputs.pretrained.config)
         self._tokens_seen = 0
         self._skipped = 0
         self._timed: list[tuple[int, float]] = []
+        self._not_saved: OSError | None = None
+
+    @property
+    def _exports(self) -> bool:
+        """Whether weights are exported: when that is asked for, and when they would be lost."""
+        return self._args.export or self._not_saved is not None
 
     def run(self, resumed: Resumption | None) -> int:
         """Load, train, save, export, report."""
@@ -164,7 +175,7 @@ class Run:
                 stopping = self._stop.requested
                 due = args.save_steps is not None and step % args.save_steps == 0
                 if due or stopping or (step == num_steps and args.save_at_end):
-                    self._save(trainer, progress)
+                    self._save(trainer, progress, last=step == num_steps and not stopping)
                 if self._evaluation_due(step, num_steps) and not stopping:
                     self._evaluate(trainer, step, progress)
                 if stopping:
@@ -229,7 +240,19 @@ class Run:
         progress.write(record)
         progress.say(f"step {step}: held-out loss {loss:.4f} over {count} tokens")
 
-    def _save(self, trainer: Trainer, progress: Progress) -> None:
+    def _save(self, trainer: Trainer, progress: Progress, *, last: bool) -> None:
+        """Write a checkpoint; a `last` one that fails leaves the weights to the export."""
+        try:
+            path = self._write_checkpoint(trainer)
+        except OSError as error:
+            if not last:
+                raise
+            self._not_saved = error
+            progress.say("the last checkpoint cannot be written; the weights are exported instead")
+            return
+        progress.say(f"saved {path}")
+
+    def _write_checkpoint(self, trainer: Trainer) -> pathlib.Path:
         extra = {
             "data": self._inputs.source.state(),
             "rows_per_step": self._inputs.source.rows_per_step,
@@ -242,7 +265,7 @@ class Run:
         path = trainer.save(self._folder.checkpoints, extra)
         self._folder.succeeded()
         keep_last(self._folder.checkpoints, self._args.save_total_limit)
-        progress.say(f"saved {path}")
+        return path
 
     def _finish(self, trainer: Trainer, *, complete: bool) -> int:
         """Samples, export and the summary."""
@@ -250,11 +273,18 @@ class Run:
             print(f"stopped at step {trainer.step_count}; the same command goes on from there")
             return EXIT_INTERRUPTED
         self._sample(trainer, "after training")
-        if self._args.export:
+        if self._exports:
             export_run(trainer, self._folder, self._inputs.pretrained, self._args)
         self._folder.succeeded()
         self._summary(trainer)
-        return 0
+        if self._not_saved is None:
+            return 0
+        print(
+            f"error: the last checkpoint was not written: {self._not_saved}\nThe weights of step "
+            f"{trainer.step_count} are in {self._folder.export}, without the optimizer's state",
+            file=sys.stderr,
+        )
+        return EXIT_FAILED
 
     def _sample(self, trainer: Trainer, when: str) -> None:
         """Greedy completions of the sample prompts, on the console."""
@@ -288,7 +318,7 @@ class Run:
             print(f"  device peak {peak:.1f} GiB, predicted {predicted:.1f} GiB")
         print(f"  checkpoints: {self._folder.checkpoints}")
         print(f"  metrics:     {self._folder.metrics}")
-        if self._args.export:
+        if self._exports:
             how = export_text(trainer.weight_rounding, self._args)
             print(f"  model:       {self._folder.export} ({how})")
             if self._args.ema_decay is not None:
@@ -299,6 +329,7 @@ class Run:
         return {
             "arguments": dataclasses.asdict(self._args),
             "plan": plan_as_dict(self._plan),
+            "disk": self._disk.record(),
             "planned_for": planned_for(),
             "xla_flags": xla_flags(),
             "configuration": dataclasses.asdict(self._inputs.pretrained.config),
