@@ -10,6 +10,7 @@ Importing this imports no JAX.
 
 from __future__ import annotations
 
+import datetime
 import functools
 import os
 import pathlib
@@ -184,12 +185,14 @@ def from_pretrained(
     name_or_folder: str | os.PathLike[str],
     *,
     chat_template: str | os.PathLike[str] | None = None,
+    now: datetime.datetime | None = None,
 ) -> Pretrained:
     """Check a Hugging Face folder: its configuration, tokenizer and the headers of its weights.
 
     Args:
       name_or_folder: the folder, or a hub name such as Qwen/Qwen3-4B (with the `hub` extra).
       chat_template: a file that replaces the folder's template.
+      now: the time that templates print with `strftime_now`; None is the time of rendering.
 
     Raises:
       UserError: it, or the template, is not there, not whole, or of a model that is not supported.
@@ -207,6 +210,8 @@ def from_pretrained(
     return Pretrained(
         folder=folder,
         config=config,
-        tokenizer=load_tokenizer(folder, chat_template=template) if has_tokenizer else None,
+        tokenizer=load_tokenizer(folder, chat_template=template, now=now)
+        if has_tokenizer
+        else None,
         chat_template=template.read_text(encoding="utf-8") if template else None,
     )

@@ -74,14 +74,18 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int) -> int:
     from slidedp_jax.run.out_of_memory import explained
     from slidedp_jax.run.record import IN_CHECKPOINT
     from slidedp_jax.run.resume import recorded_strategy, resumption
+    from slidedp_jax.run.same_inputs import check_same
 
-    inputs = load_inputs(args, num_devices)
+    started = folder.started
+    inputs = load_inputs(args, num_devices, started)
     resumed, notes = resumption(folder.resume_from), list(folder.notes)
     if resumed is not None:
         inputs = resumed.continued(inputs, args)
         notes += resumed.notes(args, inputs)
     before = folder.previous if resumed is None else resumed.extra.get(IN_CHECKPOINT)
-    strategy, plan_notes = recorded_strategy(before or folder.previous, args)
+    before = before or folder.previous
+    check_same((before or {}).get("fingerprints"), inputs)
+    strategy, plan_notes = recorded_strategy(before, args)
     check_attention(args, inputs)
     print(inputs.report)
     if inputs.evaluation_report is not None:
@@ -104,7 +108,7 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int) -> int:
         return 0
     with StopAtSignal() as stop:
         try:
-            return Run(args, folder, inputs, plan, disk, stop).run(resumed)
+            return Run(args, folder, inputs, plan, disk, stop, started).run(resumed)
         except BaseException as error:
             if folder.failed():
                 print("the run that was to be replaced is left as it was", file=sys.stderr)

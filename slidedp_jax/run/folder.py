@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import itertools
-import json
 import pathlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slidedp_jax.checkpoint.save_restore import list_steps
 from slidedp_jax.errors import UserError
 from slidedp_jax.run.arguments import TrainArguments
 from slidedp_jax.run.lock import RunLock
+from slidedp_jax.run.metrics_file import drop_after
 from slidedp_jax.run.record import NAME, read_run, write_run
 from slidedp_jax.run.replaced import ReplacedRun
 from slidedp_jax.run.writable import make_writable, remove_if_empty
-from slidedp_jax.whole_files import UNFINISHED, write_whole
+from slidedp_jax.whole_files import UNFINISHED
+
+_PATHS = ("model_name_or_path", "train_file", "chat_template_path")
+"""Settings that name what is known by its content, wherever it lies and however that is spelled."""
 
 _MAY_CHANGE = frozenset(
     {
@@ -89,6 +93,12 @@ class RunFolder:
     made: tuple[pathlib.Path, ...] = ()
 
     @property
+    def started(self) -> datetime.datetime:
+        """When the run was started first, in local time without a zone; now, if this is that."""
+        before = None if self.previous is None else self.previous.get("started")
+        return datetime.datetime.fromisoformat(before) if before else datetime.datetime.now()
+
+    @property
     def checkpoints(self) -> pathlib.Path:
         """Folder of the checkpoints."""
         return self.root / "checkpoints"
@@ -135,12 +145,7 @@ class RunFolder:
 
     def drop_metrics_after(self, step: int) -> None:
         """Forget logged steps that the resumed run will take again."""
-        if not self.metrics.exists():
-            return
-        lines = self.metrics.read_bytes().decode(errors="replace").splitlines()
-        steps = [(_step_of(line), line) for line in lines]
-        kept = [line + "\n" for of_line, line in steps if of_line is not None and of_line <= step]
-        write_whole(self.metrics, "".join(kept))
+        drop_after(self.metrics, step)
 
 
 def open_run_folder(args: TrainArguments) -> RunFolder:
@@ -192,30 +197,27 @@ def _opened(args: TrainArguments, root: pathlib.Path, lock: RunLock) -> RunFolde
         return RunFolder(root=root, resume_from=None, lock=lock, replaces=True)
     previous, notes = read_run(root, newest)
     if previous is not None:
-        _check_same_settings(args, previous["arguments"], root)
+        by_content = newest is not None or previous["fingerprints"] is not None
+        _check_same_settings(args, previous["arguments"], root, _PATHS if by_content else ())
     return RunFolder(
         root=root, resume_from=newest, lock=lock, previous=previous, notes=tuple(notes)
     )
 
 
 def _check_same_settings(
-    args: TrainArguments, before: Mapping[str, Any], root: pathlib.Path
+    args: TrainArguments, before: Mapping[str, Any], root: pathlib.Path, judged_later: Sequence[str]
 ) -> None:
     now = dataclasses.asdict(args)
     differing = [
         f"{name} was {before[name]!r}, now {now[name]!r}"
         for name in now
-        if name not in _MAY_CHANGE and name in before and before[name] != now[name]
+        if name not in _MAY_CHANGE
+        and name not in judged_later
+        and name in before
+        and before[name] != now[name]
     ]
     if differing:
         raise UserError(
             f"output_dir {root} holds a run with other settings: {'; '.join(differing)}. Use the "
             "same settings to resume it, another output_dir, or --overwrite_output_dir"
         )
-
-
-def _step_of(line: str) -> int | None:
-    try:
-        return int(json.loads(line)["step"])
-    except (json.JSONDecodeError, KeyError, TypeError):
-        return None
