@@ -61,6 +61,7 @@ def train(args: TrainArguments) -> int:
 
 
 def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int) -> int:
+    from slidedp_jax.run.changes import data_may_change
     from slidedp_jax.run.checks import (
         check_attention,
         epochs_note,
@@ -79,13 +80,16 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int) -> int:
     started = folder.started
     inputs = load_inputs(args, num_devices, started)
     resumed, notes = resumption(folder.resume_from), list(folder.notes)
+    other_data = resumed is not None and resumed.other_data(inputs)
     if resumed is not None:
         inputs = resumed.continued(inputs, args)
         notes += resumed.notes(args, inputs)
     before = folder.previous if resumed is None else resumed.extra.get(IN_CHECKPOINT)
     before = before or folder.previous
-    check_same((before or {}).get("fingerprints"), inputs)
+    check_same((before or {}).get("fingerprints"), inputs, other_rows=data_may_change(args))
     strategy, plan_notes = recorded_strategy(before, args)
+    if other_data and strategy is not None and args.plan_from is None:
+        strategy, plan_notes = None, ["planned anew for other data: the last bits may change"]
     check_attention(args, inputs)
     print(inputs.report)
     if inputs.evaluation_report is not None:

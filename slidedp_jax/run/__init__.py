@@ -3,6 +3,7 @@
 | file | |
 |---|---|
 | `arguments.py` | its settings, from YAML and command line |
+| `changes.py` | which of them a resumed run may have otherwise |
 | `checks.py` | what is checked before anything expensive |
 | `resume.py` | going on with a run: how much is left, what has changed, by which plan |
 | `same_inputs.py` | whether rows, tokenizer and model are those of the run, by content |

@@ -133,6 +133,11 @@ class TrainArguments:
     save_at_end: bool = _setting("output", "a checkpoint of the last step", True)
     save_total_limit: int = _setting("output", "checkpoints to keep", 2)
     overwrite_output_dir: bool = _setting("output", "start over in a used folder", False)
+    allow_changed: list[str] = _setting(
+        "output",
+        "settings that a resumed run may have otherwise than before, such as train_file",
+        [],
+    )
     eval_steps: int | None = _setting("output", "steps between evaluations; null: at the end", None)
     logging_steps: int = _setting("output", "steps between console lines", 1)
     disable_tqdm: bool = _setting("output", "plain lines also on a terminal", False)

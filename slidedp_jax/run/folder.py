@@ -7,67 +7,17 @@ import datetime
 import itertools
 import pathlib
 import shutil
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slidedp_jax.checkpoint.save_restore import list_steps
-from slidedp_jax.errors import UserError
 from slidedp_jax.run.arguments import TrainArguments
+from slidedp_jax.run.changes import check_allowed, check_settings
 from slidedp_jax.run.lock import RunLock
 from slidedp_jax.run.metrics_file import drop_after
 from slidedp_jax.run.record import NAME, read_run, write_run
 from slidedp_jax.run.replaced import ReplacedRun
 from slidedp_jax.run.writable import make_writable, remove_if_empty
 from slidedp_jax.whole_files import UNFINISHED
-
-_PATHS = ("model_name_or_path", "train_file", "chat_template_path")
-"""Settings that name what is known by its content, wherever it lies and however that is spelled."""
-
-_MAY_CHANGE = frozenset(
-    {
-        "output_dir",
-        "overwrite_output_dir",
-        "max_steps",
-        "num_train_epochs",
-        "num_devices",
-        "devices",
-        "platform",
-        "num_host_devices",
-        "device_memory_budget",
-        "keep_activations",
-        "resident_state",
-        "host_memory_budget",
-        "compilation_cache",
-        "layers_per_chunk",
-        "rows_per_microbatch",
-        "loss_chunk_tokens",
-        "weight_route",
-        "gradient_route",
-        "hardware",
-        "dry_run",
-        "attention",
-        "per_device_train_batch_size",
-        "gradient_accumulation_steps",
-        "save_steps",
-        "save_at_end",
-        "save_total_limit",
-        "eval_steps",
-        "validation_file",
-        "logging_steps",
-        "disable_tqdm",
-        "export",
-        "export_dtype",
-        "export_rounding",
-        "weight_rounding",
-        "sample_prompts",
-        "sample_max_new_tokens",
-        "on_nonfinite",
-        "max_loss",
-        "max_consecutive_skips",
-        "plan_from",
-    }
-)
-"""Settings that a resumed run may have otherwise than the run that it continues."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,6 +108,7 @@ def open_run_folder(args: TrainArguments) -> RunFolder:
       UserError: the folder cannot be written, or holds something else, a run with other settings
         or a running one.
     """
+    check_allowed(args)
     root = pathlib.Path(args.output_dir)
     # With `hardware` it is another machine's.
     made = make_writable(root) if args.hardware is None else ()
@@ -198,26 +149,7 @@ def _opened(args: TrainArguments, root: pathlib.Path, lock: RunLock) -> RunFolde
     previous, notes = read_run(root, newest)
     if previous is not None:
         by_content = newest is not None or previous["fingerprints"] is not None
-        _check_same_settings(args, previous["arguments"], root, _PATHS if by_content else ())
+        notes += check_settings(args, previous["arguments"], root, by_content=by_content)
     return RunFolder(
         root=root, resume_from=newest, lock=lock, previous=previous, notes=tuple(notes)
     )
-
-
-def _check_same_settings(
-    args: TrainArguments, before: Mapping[str, Any], root: pathlib.Path, judged_later: Sequence[str]
-) -> None:
-    now = dataclasses.asdict(args)
-    differing = [
-        f"{name} was {before[name]!r}, now {now[name]!r}"
-        for name in now
-        if name not in _MAY_CHANGE
-        and name not in judged_later
-        and name in before
-        and before[name] != now[name]
-    ]
-    if differing:
-        raise UserError(
-            f"output_dir {root} holds a run with other settings: {'; '.join(differing)}. Use the "
-            "same settings to resume it, another output_dir, or --overwrite_output_dir"
-        )

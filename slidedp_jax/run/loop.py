@@ -27,6 +27,7 @@ from slidedp_jax.planner.search import Plan
 from slidedp_jax.planner.workload import BatchShape, Workload
 from slidedp_jax.process import current_setup
 from slidedp_jax.run.arguments import TrainArguments
+from slidedp_jax.run.changes import starts
 from slidedp_jax.run.checks import RunInputs
 from slidedp_jax.run.disk import RunDisk
 from slidedp_jax.run.export import export_run, export_text
@@ -375,6 +376,12 @@ class Run:
             ROUNDING: trainer.weight_rounding.record(),
             "data": dataclasses.asdict(self._inputs.report),
             "started": self._started.isoformat(),
+            "starts": starts(
+                self._folder.previous,
+                self._args,
+                time=datetime.datetime.now().isoformat(timespec="seconds"),
+                from_step=self._inputs.first_step,
+            ),
             "base_model": base_model_name(self._args.model_name_or_path),
             "chat_template": self._inputs.pretrained.chat_template,
             "fingerprints": fingerprints(self._inputs),

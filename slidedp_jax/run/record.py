@@ -21,10 +21,10 @@ NAME = "run.json"
 IN_CHECKPOINT = "run"
 """Entry of a checkpoint's `extra` that holds what `essential` gives."""
 
-_LATER = ("started", "base_model", "chat_template", "fingerprints", "data_counts")
+_LATER = ("started", "base_model", "chat_template", "fingerprints", "data_counts", "starts")
 """Entries that earlier versions did not write: local time of the first start, name of the model
 that it began with, text of a template of its own, fingerprints of rows and tokenizer, numbers of
-rows and tokens."""
+rows and tokens, all its starts."""
 
 
 def essential(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def essential(record: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _understood(saved: Mapping[str, Any]) -> dict[str, Any]:
+def understood(saved: Mapping[str, Any]) -> dict[str, Any]:
     """With all entries, and as this version reads them."""
     full: dict[str, Any] = dict.fromkeys(_LATER) | dict(saved)
     if full["started"] is None and not full["arguments"].get("warmup_steps"):
@@ -82,7 +82,7 @@ def read_run(
     try:
         record = json.loads(path.read_bytes().decode())
         arguments = record["arguments"]
-        return _understood(
+        return understood(
             {
                 "arguments": dict(arguments),
                 "strategy": record.get("plan", {}).get("chosen", {}).get("strategy"),
@@ -109,7 +109,7 @@ def read_run(
         )
     saved = read_record(newest)["extra"].get(IN_CHECKPOINT)
     if saved is not None:
-        return _understood(saved), [
+        return understood(saved), [
             f"{path} {why}; the run's settings are taken from {newest} instead"
         ]
     if why == "is missing":

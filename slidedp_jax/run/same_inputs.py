@@ -30,23 +30,29 @@ def fingerprints(inputs: RunInputs) -> dict[str, str | None]:
     }
 
 
-def check_same(before: Mapping[str, Any] | None, inputs: RunInputs) -> None:
+def check_same(
+    before: Mapping[str, Any] | None, inputs: RunInputs, *, other_rows: bool = False
+) -> None:
     """Whether a run goes on with what it was started with, as far as that was written down.
+
+    `other_rows`: they may be others.
 
     Raises:
       UserError: the rows or the tokenizer are others.
     """
-    now = fingerprints(inputs)
+    now, hint = fingerprints(inputs), "; to go on with the new rows: --allow_changed train_file"
     what = {
         ROWS: "the training rows, as token ids and labels,",
         TOKENIZER: f"the tokenizer in {inputs.pretrained.folder}",
     }
+    if other_rows:
+        del what[ROWS]
     for name, text in what.items():
         if before is not None and before.get(name, now[name]) != now[name]:
             raise UserError(
                 f"{text} differ from those that the run was started with (their fingerprint was "
                 f"{before[name]}, is {now[name]}). Give the same model folder, files and settings, "
-                "or another output_dir"
+                f"or another output_dir{hint if name == ROWS else ''}"
             )
 
 
