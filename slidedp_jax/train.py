@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import slidedp_jax
 from slidedp_jax.errors import UserError
-from slidedp_jax.planner.report import plan_as_text
 from slidedp_jax.run.arguments import (
     WHOLE_PARAMETER_OPTIMIZERS,
     TrainArguments,
@@ -63,14 +62,13 @@ def train(args: TrainArguments) -> int:
 def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int) -> int:
     from slidedp_jax.run.checks import (
         check_attention,
-        epochs_note,
-        frozen_note,
         load_inputs,
         make_plan,
         setting_notes,
     )
     from slidedp_jax.run.loop import Run, StopAtSignal
     from slidedp_jax.run.out_of_memory import explained
+    from slidedp_jax.run.overview import data_details, opening
     from slidedp_jax.run.record import IN_CHECKPOINT
     from slidedp_jax.run.resume import recorded_strategy, resumption
 
@@ -82,18 +80,16 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int) -> int:
     before = folder.previous if resumed is None else resumed.extra.get(IN_CHECKPOINT)
     strategy, plan_notes = recorded_strategy(before or folder.previous, args)
     check_attention(args, inputs)
-    print(inputs.report)
-    if inputs.evaluation_report is not None:
-        print(f"for evaluation\n{inputs.evaluation_report}")
-    print(epochs_note(inputs, args))
-    for note in (*notes, *setting_notes(inputs, args), *plan_notes):
-        print(f"note: {note}")
-    plan = make_plan(args, inputs, num_devices, strategy)
-    if args.freeze:
-        print(frozen_note(args, inputs.pretrained.config))
-    print(plan_as_text(plan), flush=True)
+    notes += [*setting_notes(inputs, args), *plan_notes]
     if args.optim in WHOLE_PARAMETER_OPTIMIZERS:
-        print(f"note: {args.optim} updates whole matrices on the host; steps take longer than that")
+        notes.append(
+            f"{args.optim} updates whole matrices on the host; steps take longer than that"
+        )
+    whole = args.dry_run or args.verbose
+    if whole:
+        print(data_details(inputs))
+    plan = make_plan(args, inputs, num_devices, strategy)
+    print(opening(args, inputs, plan, notes, whole=whole), flush=True)
     if args.dry_run:
         return 0
     with StopAtSignal() as stop:

@@ -205,6 +205,25 @@ class BatchSource:
         whole, steps = divmod(num_steps - rest, self.steps_per_epoch)
         return epoch + 1 + whole + steps * self.rows_per_step / self.num_rows
 
+    def width_shares(self) -> dict[int, float]:
+        """Width -> share of an epoch's steps whose rows have it.
+
+        Of rows in random order: a step is as wide as its longest row needs, and each of its rows is
+        any of them. Packed rows have one width.
+        """
+        if len(self.widths) == 1:
+            return {self.widths[0]: 1.0}
+        lengths = np.sort(self._row_lengths())
+        up_to = np.searchsorted(lengths, self.widths, side="right") / self.num_rows
+        below = up_to ** min(self.rows_per_step, self.num_rows)
+        shares = np.diff(below, prepend=0.0)
+        return {w: float(s) for w, s in zip(self.widths, shares, strict=True) if s > 0}
+
+    def _row_lengths(self) -> np.ndarray:
+        """Tokens of each row, without padding."""
+        lengths = np.asarray(self._examples.lengths, np.int64)
+        return np.add.reduceat(lengths[self._plan.members], self._plan.offsets[:-1])
+
     def __iter__(self) -> Iterator[StepBatch]:
         return self
 

@@ -8,7 +8,9 @@
 | `folder.py`, `record.py`, `replaced.py`, `lock.py` | the output folder |
 | `loop.py` | one run with everything checked |
 | `learning_rate.py`, `optimizers.py` | its schedule; the optimizers by name |
-| `progress.py` | console and `metrics.jsonl` |
+| `overview.py` | what is printed before it begins |
+| `progress.py` | `metrics.jsonl`, and what is printed on the way |
+| `bar.py`, `step_text.py`, `time_text.py` | the bar of a terminal; a step and times in words |
 | `export.py` | Hugging Face folders of the result |
 | `out_of_memory.py` | what a run that ran out of a GPU's memory says |
 """

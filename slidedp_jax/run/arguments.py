@@ -133,7 +133,8 @@ class TrainArguments:
     overwrite_output_dir: bool = _setting("output", "start over in a used folder", False)
     eval_steps: int | None = _setting("output", "steps between evaluations; null: at the end", None)
     logging_steps: int = _setting("output", "steps between console lines", 1)
-    disable_tqdm: bool = _setting("output", "plain lines also on a terminal", False)
+    disable_tqdm: bool = _setting("output", "no bar on a terminal", False)
+    verbose: bool = _setting("output", "print the whole plan and the data's report first", False)
     export: bool = _setting("output", "write a Hugging Face folder at the end", True)
     export_dtype: Literal["bfloat16", "float16", "float32"] = _setting(
         "output", "of the exported weights", "bfloat16"

@@ -49,6 +49,7 @@ _MAY_CHANGE = frozenset(
         "validation_file",
         "logging_steps",
         "disable_tqdm",
+        "verbose",
         "export",
         "export_dtype",
         "export_rounding",

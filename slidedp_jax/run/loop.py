@@ -130,7 +130,7 @@ class Run:
             max_consecutive_skips=args.max_consecutive_skips,
             documents_per_row=inputs.source.documents_per_row,
         )
-        what = "weights loaded" if load else "host state made"
+        what = "weights loaded, training state made" if load else "training state made"
         store = trainer.store
         elsewhere = store.owned_bytes - store.host_bytes
         where = f"{size_text(store.host_bytes)} on the host"
@@ -160,7 +160,7 @@ class Run:
         )
         try:
             for step in range(first_step + 1, num_steps + 1):
-                progress.step(self._step(trainer, step))
+                progress.step(self._step(trainer, step, progress))
                 stopping = self._stop.requested
                 due = args.save_steps is not None and step % args.save_steps == 0
                 if due or stopping or (step == num_steps and args.save_at_end):
@@ -173,10 +173,11 @@ class Run:
         finally:
             progress.close()
 
-    def _step(self, trainer: Trainer, step: int) -> dict[str, Any]:
+    def _step(self, trainer: Trainer, step: int, progress: Progress) -> dict[str, Any]:
         start = time.perf_counter()
         batch = next(self._inputs.source)
         data_s = time.perf_counter() - start
+        progress.begin_step(batch.arrays["input_ids"].shape[1])
         arrays = batch.arrays | {"row_ids": np.array(batch.row_ids)}
         metrics = trainer.step(arrays)
         loss, norm, skipped = metrics.loss, metrics.grad_norm, metrics.skipped
@@ -219,7 +220,8 @@ class Run:
         assert self._inputs.evaluation is not None
         start = time.perf_counter()
         batches = self._inputs.evaluation.one_epoch()
-        loss, count = trainer.evaluate(batch.arrays for batch in batches)
+        with progress.doing("evaluating"):
+            loss, count = trainer.evaluate(batch.arrays for batch in batches)
         record = {
             "step": step,
             "eval_loss": loss,
@@ -239,9 +241,10 @@ class Run:
             "seed": self._args.seed,
             IN_CHECKPOINT: essential(self._run_record),
         }
-        path = trainer.save(self._folder.checkpoints, extra)
-        self._folder.succeeded()
-        keep_last(self._folder.checkpoints, self._args.save_total_limit)
+        with progress.doing("saving a checkpoint"):
+            path = trainer.save(self._folder.checkpoints, extra)
+            self._folder.succeeded()
+            keep_last(self._folder.checkpoints, self._args.save_total_limit)
         progress.say(f"saved {path}")
 
     def _finish(self, trainer: Trainer, *, complete: bool) -> int:
