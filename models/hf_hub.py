@@ -11,11 +11,16 @@ import re
 from pathlib import Path
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-_FETCHED_PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer.model", "LICENSE*")
+_WEIGHTS = "*.safetensors"
+_FETCHED_PATTERNS = (_WEIGHTS, "*.json", "*.txt", "*.jinja", "tokenizer.model", "LICENSE*")
 
 
-def resolve_model_folder(name_or_folder: str) -> Path:
+def resolve_model_folder(name_or_folder: str, *, weights: bool = True) -> Path:
     """A local folder as it is, or the local copy of a hub repository (`Qwen/Qwen3-4B`).
+
+    Args:
+      name_or_folder: a path, or a hub name.
+      weights: fetch them as well; without, configuration and tokenizer only.
 
     Raises:
       FileNotFoundError: no such folder, and the name cannot be a hub repository.
@@ -36,4 +41,5 @@ def resolve_model_folder(name_or_folder: str) -> Path:
         )
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(name_or_folder, allow_patterns=list(_FETCHED_PATTERNS)))
+    patterns = [p for p in _FETCHED_PATTERNS if weights or p != _WEIGHTS]
+    return Path(snapshot_download(name_or_folder, allow_patterns=patterns))

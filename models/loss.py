@@ -19,10 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from slidedp_jax.models.batch_arrays import IGNORED
 from slidedp_jax.models.varying import vary_like
-
-IGNORED = -100
-"""Target of a token that is not supervised."""
 
 
 def project_to_vocab(x: jax.Array, weight: jax.Array) -> jax.Array:

@@ -32,9 +32,10 @@ Batch = Mapping[str, jax.Array]
   row among the step's rows. Only for a model that asks for them (`StreamedModel.random`), and only
   while it is trained: whatever is drawn from them and from the stage's index is the same for any
   number of devices and microbatches, and when a layer is computed again;
-- whatever `StreamedModel.token_arrays` names, [B, T], as the user's batch has it (0 in rows that
-  fill up);
-- `layer_index` int32 [1]: the layer that runs, beside `row_seeds` and in layer functions only.
+- whatever `StreamedModel.token_arrays` names, [B, T, ...], as the user's batch has it (0 in rows
+  that fill up);
+- `layer_index` int32 [1]: the layer that runs, in layer functions only, beside `row_seeds` and for
+  a model that asks for it (`StreamedModel.indexed`).
 """
 
 
@@ -133,7 +134,10 @@ class StreamedModel:
         say in it.
       cached: the layers in a form that keeps keys and values, or None: no text can be generated.
       random: the functions read `row_seeds`; without them they draw nothing (evaluation).
-      token_arrays: name -> dtype of further arrays [R, T] that every batch must have.
+      indexed: a layer function reads `layer_index`.
+      shift_labels: position t predicts label t + 1; otherwise labels are targets as they are.
+      token_arrays: name -> dtype and shape of what further arrays that every batch must have hold
+        for each token: shape () is [R, T], (K,) is [R, T, K].
       configuration: what the functions were built from, JSON-able; a checkpoint of another
         configuration is refused by the names of its fields.
     """
@@ -151,7 +155,9 @@ class StreamedModel:
     head_loss_for: Callable[[int], HeadLossFn] | None = None
     cached: CachedForm | None = None
     random: bool = False
-    token_arrays: Mapping[str, str] = field(default_factory=dict)
+    indexed: bool = False
+    shift_labels: bool = True
+    token_arrays: Mapping[str, jax.ShapeDtypeStruct] = field(default_factory=dict)
     configuration: Mapping[str, Any] = field(default_factory=dict)
 
     def head_loss(self, loss_chunk_tokens: int) -> HeadLossFn:

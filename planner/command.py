@@ -1,166 +1,245 @@
-"""Plan a run without the hardware: `python -m planner --model_config DIR --hardware h200 ...`.
+"""Plan a run without the hardware: `slidedp plan --preset qwen3-8b --hardware h200 ...`.
 
-Prints memory by category, step time and strategy. Exit code 0: it fits; 1: it does not; 2: the
-command is wrong.
+Prints memory by category, disk, step time and strategy; where nothing fits, what would. Exit code
+0: it fits; 1: it does not; 2: the command is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from slidedp_jax.models.config import config_names, named_config
+from slidedp_jax.models.config import ModelConfig, named_config
+from slidedp_jax.models.frozen_names import frozen_names
 from slidedp_jax.models.hf_config import read_config
 from slidedp_jax.planner.candidates import Choices
+from slidedp_jax.planner.command_line import COUNTS, WRONG_COMMAND, parse
+from slidedp_jax.planner.disk import DiskUse, disk_use
 from slidedp_jax.planner.errors import PlanError
-from slidedp_jax.planner.hardware import (
-    COMPUTE_DTYPES,
-    GIB,
-    PRESETS,
-    HardwareProfile,
-    named_hardware,
-)
+from slidedp_jax.planner.hardware import GIB, HardwareProfile
 from slidedp_jax.planner.host_memory import available_host_memory
-from slidedp_jax.planner.memory import ADAMW_STATE_BYTES
-from slidedp_jax.planner.report import Completion, plan_as_dict, plan_as_text
+from slidedp_jax.planner.model_names import preset_of
+from slidedp_jax.planner.optimizers import (
+    AVERAGE_BYTES,
+    WHOLE_PARAMETER_OPTIMIZERS,
+    OptimizerName,
+    state_bytes,
+)
+from slidedp_jax.planner.report import Completion, limit_as_dict, plan_as_dict, plan_as_text
 from slidedp_jax.planner.search import Plan, plan
-from slidedp_jax.planner.strategy import GRADIENT_ROUTES, WEIGHT_ROUTES
+from slidedp_jax.planner.stated_machine import Stated, host_line, machine
+from slidedp_jax.planner.ways_out import fewer_rows, leaner_optimizers
 from slidedp_jax.planner.workload import BatchShape, Workload
+from slidedp_jax.wording import counted, short_count
 
-FITS, DOES_NOT_FIT, WRONG_COMMAND = 0, 1, 2
+FITS, DOES_NOT_FIT = 0, 1
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m planner") -> int:
     """Runs the command; returns its exit code."""
-    args = _parser().parse_args(arguments)
+    args = parse(sys.argv[1:] if arguments is None else list(arguments), prog)
     try:
-        found = _plan(args)
-    except PlanError as error:
-        print(error, file=sys.stderr)
-        return DOES_NOT_FIT
+        request = _request(args)
+        completion, disk = _completion(args), request.disk()
     except (ValueError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         return WRONG_COMMAND
-    completion = None
-    if args.total_tokens is not None:
-        completion = Completion(
-            total_tokens=args.total_tokens, price_per_device_hour=args.price_per_device_hour
-        )
+    try:
+        found = request.plan()
+    except PlanError as error:
+        return _does_not_fit(request, error)
     if args.json:
-        print(json.dumps(plan_as_dict(found, completion), indent=2))
-    else:
-        print(plan_as_text(found, completion))
+        result = plan_as_dict(found, completion, disk=disk)
+        print(json.dumps({"fits": True, "assumed": request.assumed, **result}, indent=2))
+        return FITS
+    print(plan_as_text(found, completion, disk=disk, assumed=request.assumed))
+    if frozen := len(request.config.parameter_shapes()) - len(request.trained):
+        trained = sum(map(math.prod, request.trained.values()))
+        print(
+            f"note: {counted(frozen, 'parameter array')} frozen, {short_count(trained)} of "
+            f"{short_count(request.config.num_parameters)} parameters trained; time and gradients "
+            "are predicted as if all were"
+        )
+    if request.optimizer in WHOLE_PARAMETER_OPTIMIZERS:
+        print(
+            f"note: {request.optimizer} updates whole matrices on the host; steps take longer than "
+            "that"
+        )
     return FITS
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m planner",
-        allow_abbrev=False,
-        description="Predict memory and step time of a fine-tuning run and pick its strategy, "
-        "without the hardware.",
-        epilog="Exit code 0: it fits; 1: it does not; 2: the command is wrong.",
-    )
-    job = parser.add_argument_group("job")
-    model = job.add_mutually_exclusive_group(required=True)
-    model.add_argument(
-        "--model_config", type=Path, help="model folder or its config.json; no weights are read"
-    )
-    model.add_argument("--preset", help=f"shapes of a known model: {', '.join(config_names())}")
-    job.add_argument("--tokens_per_step", type=int, required=True, help="over all devices")
-    job.add_argument("--seq_length", type=int, default=4096, help="tokens of a row (4096)")
-    job.add_argument(
-        "--document_length", type=int, help="tokens of the documents packed into rows; default: one"
-    )
-    job.add_argument(
-        "--max_grad_norm", type=float, default=1.0, help="0 switches clipping off (1.0)"
-    )
-    job.add_argument("--compute_dtype", choices=COMPUTE_DTYPES, default="bfloat16")
-    job.add_argument(
-        "--optimizer_state_bytes",
-        type=float,
-        default=ADAMW_STATE_BYTES,
-        help="optimizer state per parameter in bytes (8, AdamW in fp32)",
-    )
-    job.add_argument("--total_tokens", type=int, help="tokens of the whole job, for hours and cost")
-    job.add_argument("--price_per_device_hour", type=float)
-    machine = parser.add_argument_group("machine")
-    machine.add_argument("--hardware", choices=sorted(PRESETS), required=True)
-    machine.add_argument("--num_devices", type=int, default=1)
-    machine.add_argument(
-        "--host_memory_gib",
-        help="memory of the host, or 'here' for what this machine and its control groups leave; "
-        "default: the usual share of the hardware",
-    )
-    machine.add_argument("--device_memory_budget_gib", type=float, help="per device; default: all")
-    machine.add_argument("--host_memory_budget_gib", type=float, help="default: all")
-    fixed = parser.add_argument_group("decided already (default: the planner's choice)")
-    fixed.add_argument("--weight_route", choices=WEIGHT_ROUTES)
-    fixed.add_argument("--gradient_route", choices=GRADIENT_ROUTES)
-    for name in _COUNTS:
-        fixed.add_argument(f"--{name}", type=int)
-    parser.add_argument(
-        "--keep_activations",
-        action=argparse.BooleanOptionalAction,
-        help="keep results of as many layer chunks as fit instead of recomputing them; by default "
-        "on devices with memory of their own",
-    )
-    parser.add_argument(
-        "--resident_state",
-        action=argparse.BooleanOptionalAction,
-        help="let the training state of the lowest chunks stay on the devices where that pays or "
-        "the host has no room; by default on devices with memory of their own",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    return parser
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    """What is to be planned.
+
+    Attributes:
+      args: the words of the command.
+      config: the model.
+      name: of the model, for reports; None: by its type and size.
+      trained: shapes of the parameters that are not frozen.
+      hardware: the machine.
+      assumed: attributes of the machine that nobody has stated.
+      optimizer: by name; None where the bytes of its state are given instead.
+    """
+
+    args: argparse.Namespace
+    config: ModelConfig
+    name: str | None
+    trained: Mapping[str, tuple[int, ...]]
+    hardware: HardwareProfile
+    assumed: list[str]
+    optimizer: OptimizerName | None
+
+    def plan(self, *, optimizer: OptimizerName | None = None, num_rows: int | None = None) -> Plan:
+        """The plan, or that with another optimizer or other rows.
+
+        Raises:
+          PlanError: nothing fits.
+        """
+        args = self.args
+        optimizer = optimizer or self.optimizer
+        in_part = optimizer in WHOLE_PARAMETER_OPTIMIZERS or bool(args.freeze)
+        return plan(
+            Workload.from_config(self.config, name=self.name),
+            _batch(num_rows, args.tokens_per_step, args.seq_length, args.document_length),
+            self.hardware,
+            update_policy="deferred" if args.max_grad_norm else "eager",
+            compute_dtype=args.compute_dtype,
+            optimizer_state_bytes=self.state_bytes(optimizer),
+            device_budget_bytes=_gib(args.device_memory_budget_gib),
+            host_budget_bytes=_gib(args.host_memory_budget_gib),
+            choices=Choices(
+                weight_route=args.weight_route,
+                gradient_route=args.gradient_route,
+                **{name: getattr(args, name) for name in COUNTS},
+            ),
+            keep_activations=args.keep_activations,
+            resident_state=False if in_part else args.resident_state,  # as in training
+        )
+
+    def state_bytes(self, optimizer: OptimizerName | None) -> float:
+        """Optimizer state per parameter of the model, frozen ones included, in bytes."""
+        trained = sum(map(math.prod, self.trained.values()))
+        if optimizer is None:
+            total = self.args.optimizer_state_bytes * trained
+        else:
+            total = state_bytes(optimizer, self.trained)
+        if self.args.ema_decay is not None:
+            total += AVERAGE_BYTES * trained
+        return float(total / self.config.num_parameters)
+
+    def disk(self) -> DiskUse:
+        """The room that the run's folder takes."""
+        return disk_use(
+            self.config.num_parameters,
+            self.state_bytes(self.optimizer),
+            save_total_limit=self.args.save_total_limit,
+            export_dtype=self.args.export_dtype,
+            averaged=self.args.ema_decay is not None,
+        )
 
 
-_COUNTS = (
-    "layers_per_chunk",
-    "rows_per_microbatch",
-    "prefetch_depth",
-    "loss_chunk_tokens",
-    "num_host_devices",
-    "block_size",
-)
+def _request(args: argparse.Namespace) -> _Request:
+    """Check the words of the command.
 
-
-def _plan(args: argparse.Namespace) -> Plan:
+    Raises:
+      ValueError: one of them is wrong.
+      FileNotFoundError: there is no such model.
+    """
     if args.max_grad_norm < 0:
         raise ValueError(f"--max_grad_norm is {args.max_grad_norm}; use 0 for none or a limit > 0.")
-    return plan(
-        _workload(args.model_config, args.preset),
-        _batch(args.tokens_per_step, args.seq_length, args.document_length),
-        _hardware(args),
-        update_policy="deferred" if args.max_grad_norm else "eager",
-        compute_dtype=args.compute_dtype,
-        optimizer_state_bytes=args.optimizer_state_bytes,
-        device_budget_bytes=_gib(args.device_memory_budget_gib),
-        host_budget_bytes=_gib(args.host_memory_budget_gib),
-        choices=Choices(
-            weight_route=args.weight_route,
-            gradient_route=args.gradient_route,
-            **{name: getattr(args, name) for name in _COUNTS},
-        ),
-        keep_activations=args.keep_activations,
-        resident_state=args.resident_state,
+    if args.ema_decay is not None and not 0 < args.ema_decay < 1:
+        raise ValueError(f"--ema_decay is {args.ema_decay}; it must be between 0 and 1.")
+    optimizer = args.optim
+    if args.optimizer_state_bytes is None:
+        optimizer = optimizer or "adamw"
+    elif not 0 <= args.optimizer_state_bytes < math.inf:
+        raise ValueError(f"--optimizer_state_bytes is {args.optimizer_state_bytes}; 0 or more.")
+    for reason in (
+        optimizer in WHOLE_PARAMETER_OPTIMIZERS and f"--optim {optimizer}",
+        bool(args.freeze) and "--freeze",
+    ):
+        if reason and args.resident_state:
+            raise ValueError(f"--resident_state is not for {reason}; drop one of them.")
+    _batch(None, args.tokens_per_step, args.seq_length, args.document_length)
+    config, name = _model(args.model_name_or_path, args.preset)
+    shapes = config.parameter_shapes()
+    frozen = frozen_names(shapes, args.freeze)
+    stated = _stated(args)
+    return _Request(
+        args=args,
+        config=config,
+        name=name,
+        trained={name: shape for name, shape in shapes.items() if name not in frozen},
+        hardware=machine(args.hardware, args.num_devices, stated),
+        assumed=[name for name in Stated.__dataclass_fields__ if name not in stated.names],
+        optimizer=optimizer,
     )
 
 
-def _workload(model_config: Path | None, preset: str | None) -> Workload:
-    if model_config is None:
-        assert preset is not None
-        return Workload.from_config(named_config(preset), name=preset)
-    folder = model_config.parent if model_config.name == "config.json" else model_config
-    return Workload.from_config(read_config(folder))
+def _does_not_fit(request: _Request, error: PlanError) -> int:
+    """Say what does not fit, and what would."""
+    args, limits = request.args, {limit.name for limit in error.limits}
+    ways: list[str] = []
+    if "host memory" in limits and request.optimizer is not None:
+        ways += leaner_optimizers(request.optimizer, lambda name: request.plan(optimizer=name))
+    if "device memory" in limits:
+        rows = args.tokens_per_step // args.seq_length
+        ways += fewer_rows(
+            rows, args.num_devices, args.seq_length, lambda n: request.plan(num_rows=n)
+        )
+    line = host_line(request.hardware, request.assumed)
+    if args.json:
+        found = {
+            "fits": False,
+            "assumed": request.assumed,
+            "message": str(error),
+            "limits": [limit_as_dict(limit) for limit in error.limits],
+            "ways_out": ways,
+        }
+        print(json.dumps(found, indent=2))
+    else:
+        also = ["Also tried:", *(f"- {way}." for way in ways)] if ways else []
+        print("\n".join([str(error), *also, line]), file=sys.stderr)
+    return DOES_NOT_FIT
 
 
-def _batch(tokens_per_step: int, seq_length: int, document_length: int | None) -> BatchShape:
-    if seq_length < 1 or tokens_per_step % seq_length:
+def _completion(args: argparse.Namespace) -> Completion | None:
+    if args.total_tokens is None:
+        if args.price_per_device_hour is not None:
+            raise ValueError("--price_per_device_hour needs --total_tokens.")
+        return None
+    if args.total_tokens < 1:
+        raise ValueError(f"--total_tokens is {args.total_tokens}; it must be at least 1.")
+    return Completion(
+        total_tokens=args.total_tokens, price_per_device_hour=args.price_per_device_hour
+    )
+
+
+def _model(name_or_path: str | None, preset: str | None) -> tuple[ModelConfig, str | None]:
+    """The configuration, and the name where it is a known model's."""
+    if name_or_path is not None:
+        path = Path(name_or_path).expanduser()
+        if path.exists():
+            return read_config(path.parent if path.name == "config.json" else path), None
+        try:
+            preset = preset_of(name_or_path)
+        except ValueError as error:
+            raise FileNotFoundError(f"There is no folder {name_or_path} here. {error}") from None
+    assert preset is not None
+    name = preset_of(preset)
+    return named_config(name), name
+
+
+def _batch(
+    num_rows: int | None, tokens_per_step: int, seq_length: int, document_length: int | None
+) -> BatchShape:
+    if seq_length < 1 or tokens_per_step < 1 or tokens_per_step % seq_length:
         raise ValueError(
             f"--tokens_per_step is {tokens_per_step}; it must be a multiple of --seq_length "
             f"{seq_length}."
@@ -175,27 +254,32 @@ def _batch(tokens_per_step: int, seq_length: int, document_length: int | None) -
         full, rest = divmod(seq_length, document_length)
         documents = (document_length,) * full + ((rest,) if rest else ())
     return BatchShape(
-        num_rows=tokens_per_step // seq_length,
+        num_rows=num_rows or tokens_per_step // seq_length,
         seq_length=seq_length,
         document_lengths=documents,
         documents_per_row=None if documents is None else len(documents),
     )
 
 
-def _hardware(args: argparse.Namespace) -> HardwareProfile:
-    hardware = named_hardware(args.hardware, num_devices=args.num_devices)
-    if args.host_memory_gib is None:
-        return hardware
+def _stated(args: argparse.Namespace) -> Stated:
+    host_memory_gib = None
     if args.host_memory_gib == "here":
         memory = available_host_memory()
         print(f"host memory: {memory.describe()}", file=sys.stderr)
-        return replace(hardware, host_memory_bytes=float(memory.available_bytes))
-    try:
-        return replace(hardware, host_memory_bytes=float(args.host_memory_gib) * GIB)
-    except ValueError as error:
-        raise ValueError(
-            f"--host_memory_gib is {args.host_memory_gib!r}; give a number above 0, or 'here'."
-        ) from error
+        host_memory_gib = memory.available_bytes / GIB
+    elif args.host_memory_gib is not None:
+        try:
+            host_memory_gib = float(args.host_memory_gib)
+        except ValueError:
+            raise ValueError(
+                f"--host_memory_gib is {args.host_memory_gib!r}; give a number above 0, or 'here'."
+            ) from None
+    return Stated(
+        host_cores=args.host_cores,
+        host_memory_gib=host_memory_gib,
+        link_gb_per_s=args.link_gb_per_s,
+        device_memory_gib=args.device_memory_gib,
+    )
 
 
 def _gib(value: float | None) -> float | None:

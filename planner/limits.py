@@ -30,15 +30,18 @@ _ADVICE: Mapping[str, str] = {
     "embedding_gradient_sum": "use devices with more memory",
     "embedding_gradient": "use devices with more memory",
     "head_gradient": "use devices with more memory",
-    "logits": "use a smaller loss_chunk_tokens; where the loss is the model's own, fewer tokens "
+    "logits": "use a smaller --loss_chunk_tokens; where the loss is the model's own, fewer tokens "
     "per microbatch, or in that loss models.loss.cross_entropy_sum with a smaller chunk_tokens",
     "batch_arrays": "use fewer tokens per step",
-    "master_weights": "use a host with more memory or a smaller model",
-    "optimizer_state": "use an optimizer with less state (bf16 moments, one moment or none), or a "
-    "host with more memory",
+    "master_weights": "use a host with more memory or a smaller model: 4 bytes per parameter are "
+    "the least",
+    "optimizer_state": "use an optimizer with less state (--optim lion keeps 4 bytes per "
+    "parameter where adamw keeps 8, adafactor next to none), freeze parameters (--freeze), or use "
+    "a host with more memory",
     "state_in_passing": "leave the embedding's state on the host, or use fewer layers per chunk",
-    "waiting_gradients": "use bfloat16 compute or gradient_route reduce_scatter",
-    "pinned_pool_overhead": "use fewer layers per chunk",
+    "waiting_gradients": "use bfloat16 compute (--dtype of training, --compute_dtype of plans) or "
+    "--gradient_route reduce_scatter",
+    "pinned_pool_overhead": "use fewer --layers_per_chunk",
     "compute_devices": "use fewer compute devices or fewer tokens per step",
 }
 

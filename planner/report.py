@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from slidedp_jax.jax_internals import PINNED_LIMIT_GIB
 from slidedp_jax.planner.chunking import chunk_stages
+from slidedp_jax.planner.disk import DiskUse
 from slidedp_jax.planner.hardware import GIB, size_text
 from slidedp_jax.planner.job import Alternative
-from slidedp_jax.planner.memory import MemoryUse
+from slidedp_jax.planner.limits import Limit
 from slidedp_jax.planner.search import Plan, Rejected
+from slidedp_jax.planner.stated_machine import host_line
 from slidedp_jax.planner.step_time import StepTime
-from slidedp_jax.planner.timeline import LANES, Lane
-from slidedp_jax.planner.words import CATEGORY_WORDS, PHASE_WORDS
-
-LANE_WORDS: dict[Lane, str] = {
-    "h2d": "copies to the GPU",
-    "compute": "compute on the GPU",
-    "d2h": "copies from the GPU",
-    "host_update": "the optimizer on the CPU",
-}
-"""What each lane of a step does, in words."""
+from slidedp_jax.planner.timeline import LANES
+from slidedp_jax.planner.words import CATEGORY_WORDS, LANE_WORDS, PHASE_WORDS
+from slidedp_jax.wording import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +43,9 @@ class Completion:
         return self.hours(plan) * plan.job.hardware.num_devices * self.price_per_device_hour
 
 
-def plan_as_dict(plan: Plan, completion: Completion | None = None) -> dict[str, Any]:
+def plan_as_dict(
+    plan: Plan, completion: Completion | None = None, *, disk: DiskUse | None = None
+) -> dict[str, Any]:
     """Everything in a plan as dicts, lists, numbers and strings; SI units, named in the keys."""
     job = plan.job
     result: dict[str, Any] = {
@@ -67,6 +64,8 @@ def plan_as_dict(plan: Plan, completion: Completion | None = None) -> dict[str, 
         "rejected": [_rejected_as_dict(other) for other in plan.rejected],
         "notes": notes(plan),
     }
+    if disk is not None:
+        result["disk"] = asdict(disk) | {"total_bytes": disk.total_bytes}
     if completion is not None:
         result["completion"] = asdict(completion) | {
             "hours": completion.hours(plan),
@@ -95,18 +94,35 @@ def _rejected_as_dict(rejected: Rejected) -> dict[str, Any]:
     return {
         "strategy": asdict(rejected.strategy),
         "lower_bound_s": rejected.lower_bound_s,
-        "limits": [asdict(limit) | {"advice": limit.advice} for limit in rejected.limits],
+        "limits": [limit_as_dict(limit) for limit in rejected.limits],
     }
 
 
-def plan_as_text(plan: Plan, completion: Completion | None = None) -> str:
-    """A page for the terminal; no trailing newline."""
-    chosen = plan.chosen
+def limit_as_dict(limit: Limit) -> dict[str, Any]:
+    """A limit that is exceeded, with what to change."""
+    return asdict(limit) | {"advice": limit.advice}
+
+
+def plan_as_text(
+    plan: Plan,
+    completion: Completion | None = None,
+    *,
+    disk: DiskUse | None = None,
+    assumed: Collection[str] = (),
+) -> str:
+    """A page for the terminal; no trailing newline.
+
+    Args:
+      plan: what to tell of.
+      completion: the whole job, for hours and cost.
+      disk: the room that the run takes there.
+      assumed: what nobody has stated of the machine (attributes of `stated_machine.Stated`).
+    """
     sections = [
-        _heading(plan),
+        _heading(plan, assumed),
         _strategy_lines(plan),
-        _memory_lines(plan, chosen.memory),
-        _time_lines(chosen.time),
+        _memory_lines(plan, disk),
+        _time_lines(plan.chosen.time),
         _other_lines(plan),
         [f"note: {note}" for note in notes(plan)],
     ]
@@ -144,18 +160,19 @@ def notes(plan: Plan) -> list[str]:
     rows = hardware.num_devices * strategy.num_microbatches * strategy.rows_per_microbatch
     if rows != job.batch.num_rows:
         found.append(
-            f"{job.batch.num_rows} rows per step leave {rows - job.batch.num_rows} of {rows} "
-            "places to filler rows, which cost time"
+            f"of {rows} places for rows in a step {rows - job.batch.num_rows} are left to filler "
+            f"rows, which cost time: it has {counted(job.batch.num_rows, 'row')}"
         )
     return found
 
 
-def _heading(plan: Plan) -> list[str]:
+def _heading(plan: Plan, assumed: Collection[str]) -> list[str]:
     batch, hardware = plan.job.batch, plan.job.hardware
     return [
-        f"{plan.job.workload.name}, {batch.num_rows} rows x {batch.seq_length} = "
+        f"{plan.job.workload.name}, {counted(batch.num_rows, 'row')} x {batch.seq_length} = "
         f"{batch.num_tokens:,} tokens per step",
         f"on {hardware.num_devices} x {hardware.name} ({hardware.provenance})",
+        host_line(hardware, assumed),
     ]
 
 
@@ -169,7 +186,8 @@ def _strategy_lines(plan: Plan) -> list[str]:
     return lines + [f"  {name:<22} {value}" for name, value in values.items()]
 
 
-def _memory_lines(plan: Plan, memory: MemoryUse) -> list[str]:
+def _memory_lines(plan: Plan, disk: DiskUse | None) -> list[str]:
+    memory = plan.chosen.memory
     per_parameter = memory.host_bytes / plan.job.workload.num_parameters
     return [
         f"memory of each device: {size_text(memory.device_bytes)} of "
@@ -178,6 +196,7 @@ def _memory_lines(plan: Plan, memory: MemoryUse) -> list[str]:
         f"host memory: {size_text(memory.host_bytes)} of {size_text(plan.job.host_budget_bytes)}, "
         f"{per_parameter:.1f} bytes per parameter",
         *_parts(memory.host),
+        *([] if disk is None else [f"disk: {disk.describe()}"]),
     ]
 
 
@@ -194,6 +213,7 @@ def _time_lines(time: StepTime) -> list[str]:
     lines = [
         f"step: {time.step_s:.3f} s predicted, {time.tokens_per_s:,.0f} tokens/s, "
         f"MFU {time.mfu:.1%}, HFU {time.hfu:.1%} (of peak; without and with recomputation)",
+        f"  ten million tokens: {1e7 / time.tokens_per_s / 3600:.2f} h",
         f"  {time.lower_bound_s:.3f} s if everything overlapped, {time.upper_bound_s:.3f} s if "
         f"nothing did; a single step alone {time.single_step_s:.3f} s",
         f"  {'lane':<14}{'busy s':>10}{'share':>9}{'compute waits s':>18}",

@@ -22,6 +22,7 @@ from slidedp_jax.planner.memory import ADAMW_STATE_BYTES, MemoryUse
 from slidedp_jax.planner.spare_memory import keeping_most, relieving_host, with_state_on_devices
 from slidedp_jax.planner.strategy import UPDATE_POLICIES, Strategy, UpdatePolicy
 from slidedp_jax.planner.workload import BatchShape, Workload
+from slidedp_jax.wording import counted
 
 NUM_RUNNERS_UP = 3
 NUM_REJECTED = 4
@@ -143,7 +144,8 @@ def plan(
         resident_state = not hardware.unified_memory
     fitting, misfits = _sort_by_fit(job, families, keep_activations, resident_state)
     if not fitting:
-        raise PlanError(_nothing_fits(job, [memory for _, memory in misfits], choices))
+        limits = _limits_of_leanest(job, [memory for _, memory in misfits])
+        raise PlanError(_nothing_fits(job, limits, len(misfits), choices), limits)
     ranked = _simulate_best(job, fitting)
     if resident_state:
         free = choices.loss_chunk_tokens is None and workload.own_loss_tokens is None
@@ -158,9 +160,10 @@ def _decided(job: Job, strategy: Strategy) -> Plan:
     places = devices * strategy.num_microbatches * strategy.rows_per_microbatch
     if job.batch.num_rows > places:
         raise PlanError(
-            f"the strategy that the run is to go on with takes {places} rows per step "
-            f"({strategy.num_microbatches} microbatches of {strategy.rows_per_microbatch} rows on "
-            f"{devices} devices); steps of {job.batch.num_rows} rows have to be planned anew."
+            f"the strategy that the run is to go on with takes {counted(places, 'row')} per step "
+            f"({counted(strategy.num_microbatches, 'microbatch', 'microbatches')} of "
+            f"{counted(strategy.rows_per_microbatch, 'row')} on {counted(devices, 'device')}); "
+            f"steps of {counted(job.batch.num_rows, 'row')} have to be planned anew."
         )
     alternative = job.alternative(strategy)
     limits = job.limits(alternative.memory)
@@ -368,27 +371,33 @@ def _most_promising(
     return tuple(rejected.values())
 
 
-def _nothing_fits(job: Job, tried: list[MemoryUse], choices: Choices) -> str:
-    """One line per limit, from the candidates that need least of it."""
+def _limits_of_leanest(job: Job, tried: list[MemoryUse]) -> list[Limit]:
+    """The limits exceeded by the candidates that need least of each."""
     limits = [
         *_limit_of_leanest(job, tried, "device memory"),
         *_limit_of_leanest(job, tried, "host memory"),
     ]
-    if not limits:  # each can be met alone but not both together: show the closest
-        closest = min(
-            (job.limits(memory) for memory in tried),
-            key=lambda exceeded: sum(limit.need_bytes / limit.have_bytes for limit in exceeded),
-        )
-        limits = list(closest)
+    if limits:
+        return limits
+    # Each can be met alone but not both together: the closest.
+    closest = min(
+        (job.limits(memory) for memory in tried),
+        key=lambda exceeded: sum(limit.need_bytes / limit.have_bytes for limit in exceeded),
+    )
+    return list(closest)
+
+
+def _nothing_fits(job: Job, limits: list[Limit], num_tried: int, choices: Choices) -> str:
+    """One line per limit."""
     decided = {
         name: getattr(choices, name)
         for name in Choices.__dataclass_fields__
         if getattr(choices, name) is not None and name != "num_host_devices"  # often the process's
     }
     lines = [
-        f"{job.workload.name} with {job.batch.num_rows} rows of {job.batch.seq_length} tokens per "
-        f"step does not fit {job.hardware.num_devices} x {job.hardware.name}, even with the "
-        f"leanest of {len(tried)} strategies tried:",
+        f"{job.workload.name} with {counted(job.batch.num_rows, 'row')} of {job.batch.seq_length} "
+        f"tokens per step does not fit {job.hardware.num_devices} x {job.hardware.name}, even with "
+        f"the leanest of {num_tried} strategies tried:",
         *(f"- {limit.describe()}." for limit in limits),
     ]
     if decided:

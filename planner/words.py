@@ -1,6 +1,8 @@
-"""What the categories of memory and the phases of a step mean, in a few words each."""
+"""What categories of memory, phases and lanes of a step mean, in a few words each."""
 
 from __future__ import annotations
+
+from slidedp_jax.planner.timeline import Lane
 
 CATEGORY_WORDS = {
     # Of a device.
@@ -44,3 +46,11 @@ PHASE_WORDS = {
     "embedding_backward": "while the embedding's gradient is computed",
 }
 """Phase in which a device's memory is largest -> when that is."""
+
+LANE_WORDS: dict[Lane, str] = {
+    "h2d": "copies to the GPU",
+    "compute": "compute on the GPU",
+    "d2h": "copies from the GPU",
+    "host_update": "the optimizer on the CPU",
+}
+"""Lane of a step -> what is done on it."""

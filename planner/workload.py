@@ -19,6 +19,7 @@ from slidedp_jax.planner.flops import (
     model_flops,
     row_pairs,
 )
+from slidedp_jax.wording import short_count
 
 Shape = tuple[int, ...]
 
@@ -209,7 +210,7 @@ class Workload:
             for window in config.layer_windows
         )
         return Workload(
-            name=name or f"{config.model_type} of {config.num_parameters / 1e9:.2f}B parameters",
+            name=name or f"{config.model_type} of {short_count(config.num_parameters)} parameters",
             embed=StageWork(
                 name="model.embed_tokens",
                 group_parameters=parameter_groups(config.embedding_shapes()),

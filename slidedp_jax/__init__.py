@@ -13,6 +13,7 @@ from slidedp_jax.process import configure
 
 if TYPE_CHECKING:
     from slidedp_jax.adapter.adapt import Adapted, adapt
+    from slidedp_jax.adapter.paths import Stacked
     from slidedp_jax.errors import TrainingStopped, UserError
     from slidedp_jax.pretrained import Pretrained, from_pretrained
     from slidedp_jax.state.starting_state import TO_BE_RESTORED
@@ -25,6 +26,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "Adapted": "slidedp_jax.adapter.adapt",
     "adapt": "slidedp_jax.adapter.adapt",
+    "Stacked": "slidedp_jax.adapter.paths",
     "Pretrained": "slidedp_jax.pretrained",
     "from_pretrained": "slidedp_jax.pretrained",
     "plan_for": "slidedp_jax.this_machine",
@@ -39,6 +41,7 @@ __all__ = [
     "TO_BE_RESTORED",
     "Adapted",
     "Pretrained",
+    "Stacked",
     "StepMetrics",
     "Trainer",
     "TrainingStopped",

@@ -174,6 +174,7 @@ def _around(
         layouts,
         layer_fns,
         tied=model.tied,
+        indexed=model.indexed,
         programs=programs,
         prefetch_depth=strategy.prefetch_depth,
         kept_chunks=strategy.kept_chunks,

@@ -2,39 +2,75 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Sequence
 
-_USAGE = """usage: slidedp {train,plan,export,generate} ...
+import slidedp_jax
 
-  train     fine-tune a model folder                (python -m slidedp_jax.train)
-  plan      predict memory and step time            (python -m planner)
-  export    checkpoint -> Hugging Face folder       (python -m slidedp_jax.export)
-  generate  complete a prompt with a model folder   (python -m slidedp_jax.generate)"""
+_COMMANDS = {
+    "train": "fine-tune a model folder",
+    "preview": "look at the rows as training sees them",
+    "plan": "predict memory and step time",
+    "export": "checkpoint -> Hugging Face folder",
+    "generate": "complete a prompt with a model folder",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns its exit code."""
     argv = sys.argv[1:] if argv is None else list(argv)
     command, rest = (argv[0], argv[1:]) if argv else ("", [])
+    if command in _COMMANDS:
+        return _run(command, rest)
+    if command in ("-h", "--help", "help"):
+        print(_usage())
+        return 0
+    if command in ("-V", "--version", "version"):
+        print(f"slidedp_jax {slidedp_jax.__version__}")
+        return 0
+    if command:
+        near = difflib.get_close_matches(command, _COMMANDS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        print(f"error: there is no command {command!r}{hint}", file=sys.stderr)
+    print(_usage(), file=sys.stderr)
+    return 2
+
+
+def _usage() -> str:
+    lines = [f"  {name:<10}{text}" for name, text in _COMMANDS.items()]
+    return "\n".join(
+        [
+            f"usage: slidedp {{{','.join(_COMMANDS)}}} ...",
+            "",
+            *lines,
+            "",
+            "`slidedp COMMAND --help`",
+        ]
+    )
+
+
+def _run(command: str, rest: list[str]) -> int:
+    """Import what the command needs, and no more."""
     if command == "train":
         from slidedp_jax.train import main as train
 
         return train(rest)
+    if command == "preview":
+        from slidedp_jax.preview import main as preview
+
+        return preview(rest)
     if command == "plan":
         from slidedp_jax.planner.command import main as plan
 
-        return plan(rest)
+        return plan(rest, prog="slidedp plan")
     if command == "export":
         from slidedp_jax.export import main as export
 
         return export(rest)
-    if command == "generate":
-        from slidedp_jax.generate import main as generate
+    from slidedp_jax.generate import main as generate
 
-        return generate(rest) or 0
-    print(_USAGE, file=sys.stdout if command in ("-h", "--help") else sys.stderr)
-    return 0 if command in ("-h", "--help") else 2
+    return generate(rest) or 0
 
 
 if __name__ == "__main__":

@@ -20,11 +20,11 @@ import jax
 import numpy as np
 
 from slidedp_jax.errors import UserError
+from slidedp_jax.models.batch_arrays import document_offsets
 from slidedp_jax.models.config import ModelConfig
 from slidedp_jax.models.streamed import CachedForm
 from slidedp_jax.planner.hardware import ComputeDtype
 from slidedp_jax.planner.strategy import Strategy
-from slidedp_jax.step.batch import document_offsets
 
 if TYPE_CHECKING:
     from slidedp_jax.data import Tokenizer

@@ -249,9 +249,12 @@ FUSED_ATTENTION = "dot_product_attention_fwd"
 """How names of cuDNN's primitives begin. By another name attention would be recomputed silently in
 the backward pass of chunks that keep their results."""
 
-CALLS = frozenset({"pjit", "jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"})
+CALLS = frozenset(
+    {"pjit", "jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"}
+    | {"remat2", "remat", "checkpoint"}
+)
 """Names of primitives that run another program. One of another name would look as if each of its
-results depended on all of its inputs, and optimizers that use it would be refused."""
+results depended on all of its inputs, and optimizers and layers that use it would be refused."""
 
 
 def is_fused_attention(primitive: Primitive) -> bool:
@@ -305,13 +308,137 @@ def inputs_read(program: Any) -> list[bool]:
     Raises:
       RuntimeError: this version of JAX has no such function.
     """
+    return _needed(program)[1]
+
+
+def _needed(program: Any) -> tuple[Jaxpr, list[bool]]:
+    """A traced program without what none of its results needs, and which inputs are left of it."""
     try:
         from jax.interpreters.partial_eval import dce_jaxpr
     except ImportError as error:
         raise _changed("jax.interpreters.partial_eval.dce_jaxpr") from error
     jaxpr = jaxpr_of(program)
-    _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-    return list(used)
+    needed, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    return needed, list(used)
+
+
+DRAWS = frozenset({"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"})
+"""Names of primitives that make random numbers. Of one by another name it would not be noticed that
+its numbers are the same in each step."""
+
+
+def draws_from_constants(program: Any, keys: Sequence[bool]) -> bool:
+    """Whether results of a traced program need random numbers from a key that is made within it.
+
+    Args:
+      program: from `jax.make_jaxpr`.
+      keys: which of its inputs are keys.
+    """
+    needed, used = _needed(program)
+
+    def within(jaxpr: Jaxpr, given: Sequence[bool]) -> bool:
+        from_keys = {var for var, is_given in zip(jaxpr.invars, given, strict=True) if is_given}
+        for equation in jaxpr.eqns:
+            own = [not hasattr(atom, "val") and atom in from_keys for atom in equation.invars]
+            if any(own):
+                from_keys.update(equation.outvars)
+            elif equation.primitive.name in DRAWS:
+                return True
+            called = called_program(equation)
+            if called is not None:
+                if within(called[0], own):
+                    return True
+            elif any(
+                within(inner, [any(own)] * len(inner.invars)) for inner in inner_programs(equation)
+            ):
+                return True
+        return False
+
+    return within(needed, [is_key for is_key, is_used in zip(keys, used, strict=True) if is_used])
+
+
+def passed_through(program: Any) -> list[int | None]:
+    """For each result of a traced program the index of the input that it is, None if it is none.
+
+    Calls are looked through (`called_program`): a function under `jax.jit` or `jax.checkpoint` that
+    returns an argument as it is has an equation whose result is another variable.
+    """
+
+    def follow(jaxpr: Jaxpr, inputs: Sequence[int | None]) -> list[int | None]:
+        known: dict[Any, int | None] = dict(zip(jaxpr.invars, inputs, strict=True))
+
+        def read(atom: Any) -> int | None:
+            return None if hasattr(atom, "val") else known.get(atom)
+
+        for equation in jaxpr.eqns:
+            called = called_program(equation)
+            if called is not None:
+                results = follow(called[0], [read(atom) for atom in equation.invars])
+                known.update(zip(equation.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    jaxpr = jaxpr_of(program)
+    return follow(jaxpr, range(len(jaxpr.invars)))
+
+
+def values_within(program: Any, arguments: Sequence[Any], size: int) -> list[jax.Array]:
+    """What a traced program computes on its way: all floats of `size` elements, in order.
+
+    Calls and loops of known length are looked into. To be called inside a trace. Relies on
+    `primitive.bind` and `get_bind_params` to compute an equation, and on the parameters of `scan`;
+    without them a difference between a user's stages and the whole model has no place.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    found: list[jax.Array] = []
+
+    def note(value: Any) -> None:
+        if value.size == size and jnp.issubdtype(value.dtype, jnp.floating):
+            found.append(value)
+
+    def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+        env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        env.update(zip(jaxpr.invars, inputs, strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if hasattr(atom, "val") else env[atom]
+
+        for equation in jaxpr.eqns:
+            operands = [read(atom) for atom in equation.invars]
+            called = called_program(equation)
+            if called is not None:
+                results = evaluate(*called, operands)
+            elif equation.primitive.name == "scan":
+                results = turns(equation, operands)
+            else:
+                params = equation.primitive.get_bind_params(equation.params)
+                results = equation.primitive.bind(*operands, **params)
+                results = results if equation.primitive.multiple_results else [results]
+                for value in results:
+                    note(value)
+            env.update(zip(equation.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def turns(equation: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+        given, body = equation.params, equation.params["jaxpr"]
+        first, last = given["num_consts"], given["num_consts"] + given["num_carry"]
+        carry, rows = list(operands[first:last]), []
+        order = range(given["length"])
+        for turn in reversed(order) if given["reverse"] else order:
+            own = [operand[turn] for operand in operands[last:]]
+            results = evaluate(
+                jaxpr_of(body), getattr(body, "consts", ()), [*operands[:first], *carry, *own]
+            )
+            carry, row = results[: len(carry)], results[len(carry) :]
+            rows.append(row)
+        if given["reverse"]:
+            rows.reverse()
+        return [*carry, *(jnp.stack(column) for column in zip(*rows, strict=True))]
+
+    with jax.numpy_rank_promotion("allow"):
+        evaluate(jaxpr_of(program), program.consts, arguments)
+    return found
 
 
 def pullback_parts(pullback: Any, given: Sequence[Any]) -> tuple[Any, list[Any], list[int | None]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -34,10 +35,12 @@ from slidedp_jax.step.in_flight import StepOutputs
 from slidedp_jax.step.metrics import StepMetrics, loss_sum, mean_loss
 from slidedp_jax.step.pipeline import GradientSink
 from slidedp_jax.tracer import Tracer
-from slidedp_jax.transfer.routes import DATA_AXIS, Gradient
+from slidedp_jax.transfer.routes import DATA_AXIS, Gradient, gradients_by_name
 from slidedp_jax.transfer.weight_window import WeightSource
 from slidedp_jax.update.kernel_form import KernelForm, check_form
+from slidedp_jax.update.other_weights import other_weights
 from slidedp_jax.update.state_gate import free
+from slidedp_jax.update.state_meaning import numbered
 from slidedp_jax.update.step_guard import NonfinitePolicy, StepEnd, StepGuard
 from slidedp_jax.update.treatments import Treatments
 from slidedp_jax.update.update_thread import check_policy
@@ -159,10 +162,9 @@ class Trainer:
             for, or the trainer is for inference only.
           TrainingStopped: an update failed or a gradient was not finite.
         """
-        self.gate.check_open()
-        if self._inference_only:
-            raise UserError("the trainer was made with inference_only=True, so it cannot train")
+        self._check_may_train()
         with self.gate.turn:
+            self.gate.check_own()
             prepared = self.prepare(batch, training=True)
             step = self.gate.version + 1
             self.weights.require(self.gate.version)
@@ -187,6 +189,48 @@ class Trainer:
             num_tokens=prepared.num_tokens,
             update=update,
         )
+
+    def gradients(
+        self, batch: Mapping[str, np.ndarray], names: Sequence[str] | None = None
+    ) -> dict[str, np.ndarray]:
+        """Gradients of a batch's mean loss under the current weights, before any clip.
+
+        They are what `step` would get from this batch, and change nothing.
+
+        Args:
+          batch: as for `step`; a model that draws random numbers draws those of the next step.
+          names: full names; None: all trained parameters, 4 bytes of host memory each.
+
+        Returns:
+          float32 arrays by full name.
+
+        Raises:
+          UserError: the batch does not fit, or a name is no trained parameter's.
+        """
+        self._check_may_train()
+        wanted = None if names is None else set(names)
+        found: dict[str, np.ndarray] = {}
+
+        def sink(chunk: int, wires: Sequence[jax.Array]) -> None:
+            gradient = self.send(chunk, wires)
+            gradient.wait()
+            for name, values in gradients_by_name(self.store.layouts[chunk], gradient).items():
+                if wanted is None or name in wanted:
+                    found[name] = values.copy()
+
+        trained = {
+            slot.name
+            for layout in self.store.layouts
+            for part in layout.trained_parts
+            for slot in part.slots
+        }
+        if unknown := sorted((wanted or set()) - trained):
+            raise UserError(
+                f"{unknown[:5]} are no trained parameters; names are like {min(trained)}"
+            )
+        with self.gate.passing(self.weights):
+            self.forward_backward(self.weights, self.prepare(batch, training=True), sink)
+        return found
 
     def forward_backward(
         self, weights: WeightSource, prepared: PreparedBatch, sink: GradientSink
@@ -289,6 +333,66 @@ class Trainer:
         """How masters become the weights that compute."""
         return self.gate.rounding
 
+    @property
+    def hyperparameters(self) -> dict[str, float]:
+        """What `optax.inject_hyperparams` keeps, by name (`learning_rate`), schedules' left out."""
+        with self.gate.reading() as reader:
+            places = self.gate.meaning.hyperparameters
+            return {name: float(reader.shared[place]) for name, place in places.items()}
+
+    def set_hyperparameters(self, **values: float) -> None:
+        """Change hyperparameters from the next step on; pending updates are waited for.
+
+        Names that have a label in front (`fast.learning_rate`, of `multi_transform`) are given as
+        `**{"fast.learning_rate": 1e-5}`. What changes by a rule is better an optax schedule, which
+        waits for nothing.
+
+        Raises:
+          UserError: the optimizer keeps no such hyperparameter, or a schedule sets it.
+        """
+        self.gate.set_hyperparameters(values)
+
+    def optimizer_state(self, name: str) -> dict[str, np.ndarray]:
+        """A parameter's optimizer state by what it is (`ScaleByAdamState.mu`), fresh arrays.
+
+        Waits for pending updates. Several arrays of one meaning are numbered: `mu[0]`, `mu[1]`.
+
+        Raises:
+          UserError: there is no such parameter.
+        """
+        with self.gate.reading() as reader:
+            if name not in self.gate.shapes:
+                raise UserError(
+                    f"no parameter {name!r}; names are like {self.gate.parameter_names[0]}"
+                )
+            meanings = self.gate.meaning.names.get(name, ())
+            return {
+                key: reader.read_state(name, number)
+                for number, key in enumerate(numbered(meanings[: len(reader.state_specs(name))]))
+            }
+
+    def evaluating(
+        self, weights: Mapping[str, np.ndarray] | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        """Other weights in the trained ones' place, for `evaluate`, `generate` and `parameters`.
+
+            with trainer.evaluating():
+                loss, _ = trainer.evaluate(batch)
+
+        Afterwards the trained weights are back, in every bit; meanwhile there is no step and no
+        checkpoint. Each way takes a pass over the host state.
+
+        Args:
+          weights: arrays by full name, for any of the parameters, such as what
+            `optax.contrib.schedule_free_eval_params` would give; those that they replace are kept
+            in host memory, 4 bytes each. None: the moving averages of all (`ema_decay`), which
+            change places with the weights and take no memory.
+
+        Raises:
+          UserError: the weights do not fit, or no average is kept.
+        """
+        return other_weights(self.gate, weights)
+
     def parameters(self) -> dict[str, np.ndarray]:
         """All master weights, float32 copies by full name; waits for pending updates."""
         with self.gate.reading() as reader:
@@ -315,6 +419,7 @@ class Trainer:
           UserError: there is a checkpoint of another state with the same number of steps.
           OSError: the file system refuses; no `step_N` is left behind.
         """
+        self.gate.check_own()
         return save(self.gate, self.model, pathlib.Path(folder), extra or {})
 
     def restore(self, folder: str | os.PathLike[str]) -> Restored:
@@ -329,6 +434,7 @@ class Trainer:
           UserError: there is none, it is damaged, or of another model or optimizer.
         """
         self.gate.check_open()
+        self.gate.check_own()
         return restore(self.gate, self.model, newest(pathlib.Path(folder)))
 
     def wait(self) -> None:
@@ -364,7 +470,13 @@ class Trainer:
             documents_per_row=self._documents_per_row,
             seed_and_step=(self.seed, self.gate.version + 1) if draws else None,
             token_arrays=self.model.token_arrays,
+            shifted=self.model.shift_labels,
         )
+
+    def _check_may_train(self) -> None:
+        self.gate.check_open()
+        if self._inference_only:
+            raise UserError("the trainer was made with inference_only=True, so it cannot train")
 
     def _place(self, microbatches: Sequence[Mapping[str, Any]]) -> list[dict[str, jax.Array]]:
         return [jax.device_put(arrays, self._rows) for arrays in microbatches]

@@ -26,7 +26,7 @@ FLOORS = [
     {"trainer"},
     {"generate", "pretrained"},
     {"run"},
-    {"export"},
+    {"export", "preview"},
     {"train"},
     {"cli"},
 ]

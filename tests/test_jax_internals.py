@@ -30,6 +30,7 @@ from slidedp_jax.jax_internals import (
     bytes_of_pieces,
     called_program,
     cuda_capability,
+    draws_from_constants,
     inner_programs,
     inputs_read,
     is_fused_attention,
@@ -38,11 +39,13 @@ from slidedp_jax.jax_internals import (
     packed_cudnn_attention,
     page_lock,
     page_unlock,
+    passed_through,
     pullback_parts,
     raw_view,
     read_arrays,
     temporary_bytes,
     unchanging,
+    values_within,
     varying_axes,
     write_arrays,
 )
@@ -330,7 +333,9 @@ by_own_gradient.defvjp(lambda x: (jnp.sin(x), x), lambda x, dy: (dy * x,))
 
 
 @pytest.mark.parametrize(
-    "call", [jax.jit(jnp.sin), by_own_tangent, by_own_gradient], ids=["jit", "jvp", "vjp"]
+    "call",
+    [jax.jit(jnp.sin), by_own_tangent, by_own_gradient, jax.checkpoint(jnp.sin)],
+    ids=["jit", "jvp", "vjp", "checkpoint"],
 )
 def test_programs_within_programs_are_seen(call):
     (equation,) = jax.make_jaxpr(call)(1.0).eqns
@@ -382,6 +387,62 @@ def test_what_a_program_reads_is_seen_through_calls_loops_and_branches():
         return first + looped + branched + jnp.zeros_like(shape_alone)
 
     assert inputs_read(jax.make_jaxpr(program)(*[1.0] * 5)) == [True, False, True, True, False]
+
+
+@pytest.mark.parametrize("implementation", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_random_numbers_of_a_key_made_within_a_program_are_known(implementation):
+    def own(key, x):
+        inner = jax.random.key(0, impl=implementation)
+        return jax.checkpoint(lambda x: x + jax.random.uniform(inner, x.shape))(x)
+
+    def given(key, x):
+        key = jax.random.fold_in(jax.random.wrap_key_data(key, impl=implementation), 3)
+        return jax.lax.fori_loop(0, 2, lambda i, x: x + jax.random.normal(key, x.shape), x)
+
+    def unread(key, x):
+        jax.random.normal(jax.random.key(0, impl=implementation), x.shape)
+        return x
+
+    data = jax.random.key_data(jax.random.key(0, impl=implementation))
+    found = [
+        draws_from_constants(jax.make_jaxpr(program)(data, jnp.ones(3)), [True, False])
+        for program in (own, given, unread, lambda key, x: given(key, own(key, x)))
+    ]
+    assert found == [True, False, False, True]
+
+
+def test_results_that_are_arguments_are_known_through_calls():
+    def inner(a, b):
+        return b, a * 2, a
+
+    def program(a, b, c):
+        first = jax.checkpoint(inner)(a, b)
+        second = jax.jit(jax.checkpoint(inner))(c, first[0])
+        return first[0], second[0], second[1], second[2], c + 0
+
+    traced = jax.make_jaxpr(program)(1.0, 2.0, 3.0)
+    assert passed_through(traced) == [1, 1, None, 2, None]
+
+
+def test_values_within_a_program_are_computed_wherever_they_are():
+    def turn(carry, row):
+        carry = jax.checkpoint(lambda c: c + 1)(carry)
+        return carry, row * 10
+
+    def program(x):
+        y = jax.jit(lambda x: jnp.sin(x) * 2)(x)
+        y, rows = jax.lax.scan(turn, y, jnp.stack([x, x]), reverse=True)
+        y = jax.lax.cond(y.sum() > 0, lambda y: y * 3, lambda y: y * 5, by_own_gradient(y))
+        return y.sum() + rows.sum()
+
+    x = np.array([0.1, 0.2, 0.3], np.float32)
+    traced = jax.make_jaxpr(program)(x)
+    found = [np.asarray(v) for v in jax.jit(lambda x: values_within(traced, [x], 3))(x)]
+    y = 2 * np.sin(x)
+    expected = [np.sin(x), y, y + 1, 10 * x, y + 2, 3 * np.sin(y + 2)]
+    for wanted in expected:
+        assert any(np.allclose(value, wanted, rtol=1e-6) for value in found), wanted
+    assert all(value.shape == (3,) for value in found)
 
 
 def test_a_pullback_holds_the_tracers_that_it_was_given():

@@ -7,7 +7,9 @@ and so is whether the two are tied. Letters: B rows, T tokens, D hidden, V vocab
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import fnmatch
+import logging
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,21 +18,28 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from slidedp_jax.adapter.claims import Claims, claim, example_batch
+from slidedp_jax.adapter.check import Agreement, compare
+from slidedp_jax.adapter.claims import claim, example_batch
 from slidedp_jax.adapter.loss_check import check_sum_over_rows
+from slidedp_jax.adapter.made_up import as_functions_see_it, moved_weights, random_rows
 from slidedp_jax.adapter.nnx_source import from_nnx
-from slidedp_jax.adapter.paths import named_leaves
-from slidedp_jax.adapter.randomness import row_by_row
+from slidedp_jax.adapter.paths import Layers
 from slidedp_jax.adapter.source import Rows, Source
+from slidedp_jax.adapter.stacked import looks_stacked
+from slidedp_jax.adapter.stages import streamed_model
 from slidedp_jax.adapter.tree_source import from_tree
 from slidedp_jax.errors import UserError
-from slidedp_jax.models.streamed import Batch, LayerFn, LayerOutput, Params, Stage, StreamedModel
+from slidedp_jax.models.streamed import StreamedModel
 
 RESERVED = {
     *("input_ids", "labels", "targets", "positions", "segment_ids", "key"),
-    *("document_starts", "document_lengths", "row_seeds", "layer_index"),
+    *("document_starts", "document_lengths", "row_seeds", "layer_index", "row_ids"),
 }
 """Names that arrays of a batch already have."""
+
+CHECKED_ROWS = 3
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,26 +48,95 @@ class Adapted:
 
     Attributes:
       model: what the trainer takes. Without `parameters=` it starts from the user's own values.
-      write_back: `trainer.parameters()` -> the user's model with the trained values, each in its
-        own dtype and on its own devices. An NNX module is changed in place and returned, a pytree
-        is returned anew.
+      source: the user's model and functions.
+      unused: names of parameters that no stage has.
+      tokens_per_row: T of made-up rows.
+      packed: batches have `segment_ids`.
     """
 
     model: StreamedModel
-    write_back: Callable[[Mapping[str, np.ndarray]], Any]
+    source: Source
+    unused: frozenset[str]
+    tokens_per_row: int
+    packed: bool
+
+    def write_back(self, parameters: Mapping[str, np.ndarray]) -> Any:
+        """The user's model with trained values, each in its own dtype and on its own devices.
+
+        Args:
+          parameters: `trainer.parameters()`.
+
+        Returns:
+          An NNX module, changed in place; of a pytree, a new one.
+
+        Raises:
+          UserError: these are not the parameters of this model.
+        """
+        _check_parameters(parameters, self.source.shapes.keys() - self.unused)
+        return self.source.write_back(parameters)
+
+    def check(
+        self,
+        whole_loss: Callable[..., jax.Array],
+        *,
+        batch: Mapping[str, Any] | None = None,
+        rtol: float | None = None,
+        seed: int = 0,
+    ) -> Agreement:
+        """Hold the stages against the model's own forward pass: loss and gradients on one batch.
+
+        Both run in float32 on the default device, without dropout, at the model's values (each
+        moved a little, since zeros and ones hide what is left out; noise where the model holds
+        shapes). That takes the memory of two float32 copies of the model and of one batch: check
+        a small configuration of a model that is too large for it.
+
+        Args:
+          whole_loss: (model, batch) -> float scalar, the *mean* loss of the supervised tokens by
+            the model's own forward pass, losses of layers included. `batch` is as for the other
+            functions, with `labels` as the trainer is given them.
+          batch: arrays as `Trainer.step` takes them; None: a few random rows.
+          rtol: relative tolerance of the loss; gradients may differ by ten times as much. None:
+            1e-4, or 1e-2 of a model that computes in bfloat16 or float16 by itself.
+          seed: of the random rows and of how weights are moved.
+
+        Raises:
+          UserError: they differ. The message names the stage where values part, if it can be told,
+            or the parameters whose gradients differ.
+        """
+        model = self.model
+        if batch is None:
+            batch = random_rows(
+                CHECKED_ROWS,
+                self.tokens_per_row,
+                vocab_size=model.vocab_size,
+                packed=self.packed,
+                token_arrays=model.token_arrays,
+                seed=seed,
+            )
+        whole = self.source.whole(whole_loss)
+        return compare(
+            model,
+            lambda values, batch: whole(values, Rows(batch)),
+            {name: moved_weights(self.source, name, seed) for name in self.source.shapes},
+            as_functions_see_it(batch, model.token_arrays, shifted=model.shift_labels),
+            rtol=rtol,
+        )
 
 
 def adapt(
     model: Any,
     *,
-    layers: str | Sequence[str],
-    embed: Callable[..., jax.Array],
+    layers: Layers,
+    embed: Callable[..., Any],
     layer: Callable[..., Any] | Sequence[Callable[..., Any]],
     head_loss: Callable[..., jax.Array],
     vocab_size: int,
+    whole_loss: Callable[..., jax.Array] | None = None,
+    unused: Sequence[str] = (),
     dropout: bool = False,
     packed: bool = False,
-    token_arrays: Mapping[str, str] | None = None,
+    shift_labels: bool = True,
+    token_arrays: Mapping[str, str | jax.ShapeDtypeStruct] | None = None,
     tokens_per_row: int = 16,
     check_loss: bool = True,
 ) -> Adapted:
@@ -69,15 +147,18 @@ def adapt(
     `variables["params"]`, that pytree (`layer`: one layer's part of it). In `embed` and `head_loss`
     only the parameters that they read have values. `batch` holds the arrays of
     `models.streamed.Batch`: `input_ids`, `targets` and `positions`, all int32 [B, T], and
-    `segment_ids` where the rows are packed. The functions run per device, in the dtype of the
-    parameters unless the model casts them, and may change no state.
+    `segment_ids` where the rows are packed; for `layer` also `layer_index`, an int32 scalar that
+    counts from 0. The functions run per device, in the dtype of the parameters unless the model
+    casts them, and may change no state.
 
     Args:
       model: a Flax NNX module, or a pytree of arrays; only their shapes matter if the trainer is
         given the starting weights.
-      layers: path of the list of layers in the model (`"layers"`, `"decoder.blocks"`), or one
-        path per layer, bottom first.
-      embed: (model, batch) -> hidden states [B, T, D].
+      layers: path of the list of layers in the model (`"layers"`, `"decoder.blocks"`);
+        `slidedp_jax.Stacked("layers")` where each array there holds all layers (nn.scan, nnx.vmap);
+        or a list of paths of layers and of stacks, bottom first.
+      embed: (model, batch) -> hidden states [B, T, D], or a dict of arrays [B, T, ...] where layers
+        hand more than that to the layers above; these travel in one dtype.
       layer: (layer, x, batch) -> x, or one such function per layer. Layers that are equal but for
         the values of their parameters are compiled once; a layer's number kept as an attribute
         makes it another layer. A layer with a loss of its own returns (x, aux): aux is a float32
@@ -86,14 +167,22 @@ def adapt(
       head_loss: (model, x, batch) -> float scalar: the *sum* of the losses of the supervised tokens
         (`batch["targets"]` is the token to predict, -100 where nothing counts).
       vocab_size: number of token ids that the embedding accepts, V.
+      whole_loss: (model, batch) -> float scalar, the *mean* loss of the supervised tokens by the
+        model's own forward pass, with which the stages are compared at once (`Adapted.check`).
+      unused: shell-style patterns of parameters that the model's own forward pass does not read;
+        they are not trained, and `write_back` leaves them as they are.
       dropout: the model draws random numbers in training. It does so row by row, from keys that
         depend on seed, step, row and layer (`slidedp_jax.adapter.randomness`): an NNX module finds
-        them in its own `nnx.Rngs`, functions over a pytree in `batch["key"]`. Evaluation draws
-        nothing: modules run as `eval()` sets them, and there is no `batch["key"]`.
+        them in its own `nnx.Rngs`, and all functions in `batch["key"]`, from which they can make
+        what a call is handed (`nnx.Rngs(dropout=batch["key"])`). Evaluation draws nothing: modules
+        run as `eval()` sets them, and there is no `batch["key"]`.
       packed: every batch has `segment_ids`.
+      shift_labels: position t predicts label t + 1. False: the label at t is what t predicts, for a
+        model that shifts its inputs itself, masked tokens, or targets of your own.
       token_arrays: name -> dtype of further arrays [rows, tokens] that every batch will have, such
-        as `{"loss_weights": "float32"}`. The functions find them in `batch` as they were given (not
-        shifted, 0 in rows that fill up).
+        as `{"loss_weights": "float32"}`, or `jax.ShapeDtypeStruct((K,), "float32")` for
+        [rows, tokens, K]. The functions find them in `batch` as they were given (not shifted, 0 in
+        rows that fill up).
       tokens_per_row: T of the row on which the functions are traced here, for models that do not
         take any.
       check_loss: compute `head_loss`, and `layer` where it has a loss, once on made-up numbers, to
@@ -112,123 +201,95 @@ def adapt(
         source = from_nnx(model, **parts, dropout=dropout)
     else:
         source = from_tree(model, **parts)
+    _warn_of_one_stack(source)
+    left_out = _matching(unused, source)
     _check_dtypes(source)
-    token_arrays = dict(token_arrays or {})
-    _check_names(token_arrays)
-    batch = example_batch(1, tokens_per_row, packed=packed, token_arrays=token_arrays)
-    claims = claim(source, batch, dropout=dropout)
-    streamed = _streamed(source, claims, vocab_size)
-    streamed = replace(streamed, random=dropout, token_arrays=token_arrays)
+    arrays = _token_arrays(token_arrays or {})
+    batch = example_batch(1, tokens_per_row, packed=packed, token_arrays=arrays)
+    claims = claim(source, batch, dropout=dropout, unused=left_out)
+    if dropout and not any(claims.draws):
+        _LOG.warning(
+            "dropout=True, but neither embed, layer nor head_loss draws random numbers: pass the "
+            "model rngs made of batch['key'], or give it modules in training mode with rates "
+            "above 0"
+        )
+    streamed = replace(
+        streamed_model(source, claims, vocab_size=vocab_size, unused=left_out),
+        random=dropout,
+        shift_labels=shift_labels,
+        token_arrays=arrays,
+    )
     if check_loss:
-        check_sum_over_rows(streamed, claims.x, vocab_size, packed=packed)
-    return Adapted(model=streamed, write_back=source.write_back)
+        check_sum_over_rows(streamed, claims.hidden.joined, vocab_size, packed=packed)
+    adapted = Adapted(
+        model=streamed,
+        source=source,
+        unused=left_out,
+        tokens_per_row=tokens_per_row,
+        packed=packed,
+    )
+    if whole_loss is not None:
+        adapted.check(whole_loss)
+    return adapted
 
 
-def _streamed(source: Source, claims: Claims, vocab_size: int) -> StreamedModel:
-    num_layers = len(source.layers)
-    names, treedef = list(named_leaves(source.tree)), jax.tree.structure(source.tree)
-    shapes = dict(zip(names, jax.tree.leaves(source.tree), strict=True))
-
-    def whole(*parts: Params | None) -> Any:
-        """The user's tree around the parameters of some stages; the rest are shapes only."""
-        values = dict(shapes)
-        for part in parts:
-            values |= part or {}
-        return jax.tree.unflatten(treedef, [values[name] for name in names])
-
-    run_embed = _with_keys(source.embed, claims.draws[0])
-    run_head = _with_keys(source.head_loss, claims.draws[-1])
-    made: dict[Any, LayerFn] = {}
-    layer_fns = []
-    for fn, draws in zip(source.layer_fns, claims.draws[1:-1], strict=True):
-        if fn not in made:
-            made[fn] = _layer_fn(_with_keys(fn, draws))
-        layer_fns.append(made[fn])
-
-    def embed_fn(params: Params, batch: Batch) -> jax.Array:
-        return _joined(run_embed(whole(params), (), batch, 0), 3)
-
-    def head_loss_fn(head: Params, embed: Params | None, x: jax.Array, batch: Batch) -> jax.Array:
-        losses = run_head(whole(head, embed), (x,), batch, num_layers + 1)
-        return jnp.sum(losses.astype(jnp.float32))
-
-    def head_logits_fn(head: Params, embed: Params | None, x: jax.Array) -> jax.Array:
-        raise UserError(
-            "an adapted model gives losses, no logits: write its weights back and use its own "
-            "generation"
+def _warn_of_one_stack(source: Source) -> None:
+    if len(source.layers) == 1 and looks_stacked(source.layers[0][1]):
+        path, tree = source.layers[0]
+        _LOG.warning(
+            "the one layer at %s is made of arrays whose first dimensions are all %d: if these are "
+            "%d layers, pass layers=slidedp_jax.Stacked(%r); as one they are all on the device at "
+            "once",
+            path,
+            jax.tree.leaves(tree)[0].shape[0],
+            jax.tree.leaves(tree)[0].shape[0],
+            path,
         )
 
-    return StreamedModel(
-        embed=Stage(name="", shapes=claims.embed, item="embed"),
-        layers=tuple(Stage(name=path, shapes=tree) for path, tree in source.layers),
-        head=Stage(name="", shapes=claims.head, item="head"),
-        embed_fn=embed_fn,
-        layer_fns=tuple(layer_fns),
-        head_loss_fn=head_loss_fn,
-        head_logits_fn=head_logits_fn,
-        tied=claims.tied,
-        vocab_size=vocab_size,
-        initial_value=_initial_value(source),
-    )
 
-
-def _layer_fn(run: Callable[..., Any]) -> LayerFn:
-    def layer_fn(params: Params, x: jax.Array, batch: Batch) -> jax.Array | LayerOutput:
-        index = batch["layer_index"][0] if "layer_index" in batch else 0
-        result = run(params, (x,), batch, index + 1)
-        if not isinstance(result, tuple):
-            return _joined(result, 3)
-        x, aux = result
-        return LayerOutput(_joined(x, 3), jnp.sum(aux))  # [B] where rows ran one by one
-
-    return layer_fn
-
-
-def _with_keys(fn: Callable[..., Any], draws: bool) -> Callable[..., Any]:
-    """(tree, inputs, batch, stage) -> result; of a function that draws, one per row."""
-
-    def run(tree: Any, inputs: tuple[jax.Array, ...], batch: Batch, stage: Any) -> Any:
-        rows = Rows({k: v for k, v in batch.items() if k not in ("row_seeds", "layer_index")})
-        if not draws or "row_seeds" not in batch:
-            return fn(tree, *inputs, rows, None)
-
-        def one(row: Any, key: jax.Array) -> Any:
-            own_inputs, own_batch = row
-            return fn(tree, *own_inputs, Rows(own_batch), key)
-
-        return row_by_row(one, batch["row_seeds"], stage, (inputs, dict(rows)))
-
-    return run
-
-
-def _joined(x: jax.Array, ndim: int) -> jax.Array:
-    """Rows that were computed as batches of one, [B, 1, T, D] -> [B, T, D]."""
-    return x if x.ndim == ndim else x[:, 0]
-
-
-def _initial_value(source: Source) -> Callable[[str, tuple[int, ...], int], np.ndarray]:
-    def initial_value(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-        value = source.value(name)
-        if isinstance(value, jax.ShapeDtypeStruct):
+def _matching(patterns: Sequence[str], source: Source) -> frozenset[str]:
+    """Parameters that fit a pattern of `unused`."""
+    found: set[str] = set()
+    for pattern in patterns:
+        names = {name for name in source.shapes if fnmatch.fnmatchcase(name, pattern)}
+        if not names:
             raise UserError(
-                f"the model holds the shape of {name} but no values; give the trainer the starting "
-                "weights with parameters=, or build the model with values"
+                f"unused={pattern!r} fits no parameter; names are like {next(iter(source.shapes))}"
             )
-        return np.asarray(value).astype(np.float32)
+        found |= names
+    return frozenset(found)
 
-    return initial_value
 
-
-def _check_names(token_arrays: Mapping[str, str]) -> None:
-    taken = sorted(token_arrays.keys() & RESERVED)
+def _token_arrays(
+    given: Mapping[str, str | jax.ShapeDtypeStruct],
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Dtype and shape per token of each array."""
+    taken = sorted(given.keys() & RESERVED)
     if taken:
         raise UserError(
             f"token_arrays names {taken}, which every batch has its own use for; rename"
         )
+    return {
+        name: spec
+        if isinstance(spec, jax.ShapeDtypeStruct)
+        else jax.ShapeDtypeStruct((), jnp.dtype(spec))
+        for name, spec in given.items()
+    }
+
+
+def _check_parameters(parameters: Mapping[str, np.ndarray], names: Set[str]) -> None:
+    missing, unknown = names - parameters.keys(), parameters.keys() - names
+    if missing or unknown:
+        raise UserError(
+            f"write_back got {len(parameters)} parameters for a model of {len(names)}: "
+            f"{len(missing)} are missing (such as {min(missing, default='none')}), {len(unknown)} "
+            f"unknown (such as {min(unknown, default='none')}); pass trainer.parameters() of this "
+            "very model"
+        )
 
 
 def _check_dtypes(source: Source) -> None:
-    for name, leaf in named_leaves(source.tree).items():
+    for name, leaf in source.shapes.items():
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise UserError(
                 f"parameter {name} is {leaf.dtype}; parameters are trained and must be floats. "

@@ -12,12 +12,11 @@ import numpy as np
 
 from slidedp_jax.adapter.claims import example_batch
 from slidedp_jax.errors import UserError
+from slidedp_jax.models.batch_arrays import IGNORED
 from slidedp_jax.models.streamed import LayerFn, LayerOutput, Stage, StreamedModel
 
 TOLERANCE = 0.02
 """Of the losses' size: rounding in bf16 stays below it, a mean over rows is off by half."""
-
-IGNORED = -100
 
 
 def check_sum_over_rows(
@@ -42,11 +41,17 @@ def check_sum_over_rows(
         return model.head_loss_fn(head, embed if model.tied else None, hidden, batch)
 
     _check_head(*_losses(head_loss, rows.UNSUPERVISED))
-    first_of_kind = dict(zip(model.layer_fns[::-1], model.layers[::-1], strict=True))
-    for layer_fn, stage in first_of_kind.items():
+    numbers = range(len(model.layers))
+    first_of_kind = dict(zip(model.layer_fns[::-1], numbers[::-1], strict=True))
+    for layer_fn, number in first_of_kind.items():
+        stage = model.layers[number]
 
-        def output(which: Sequence[int], fn: LayerFn = layer_fn, stage: Stage = stage) -> Any:
-            return fn(_made_up(stage.shapes), *rows.take(which))
+        def output(
+            which: Sequence[int], fn: LayerFn = layer_fn, stage: Stage = stage, number: int = number
+        ) -> Any:
+            hidden, batch = rows.take(which)
+            batch["layer_index"] = jnp.full(1, number, jnp.int32)
+            return fn(_made_up(stage.shapes), hidden, batch)
 
         if isinstance(jax.eval_shape(partial(output, [0])), LayerOutput):
 

@@ -4,14 +4,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from slidedp_jax.errors import UserError
 
-Path = tuple[Any, ...]
-"""Keys, indices or attribute names from the root of a pytree to one of its nodes."""
+
+@dataclass(frozen=True)
+class Stacked:
+    """Place of layers that are stacked, for `slidedp_jax.adapt(layers=...)`.
+
+    Attributes:
+      path: dotted path of the node whose arrays hold the layers (`"decoder.layers"`).
+      axis: along which axis of each array, not negative.
+    """
+
+    path: str
+    axis: int = 0
+
+
+Layers = str | Stacked | Sequence[str | Stacked]
+"""Where the layers of a model are."""
 
 _NUMBER = re.compile(r"([0-9]+)")
 
@@ -69,33 +84,40 @@ def _keys(node: Any) -> str:
 
 
 def layer_nodes(
-    root: Any, layers: str | Sequence[str], is_layer: Any
-) -> tuple[tuple[str, Any], ...]:
-    """Dotted path and node of each layer, bottom first.
+    root: Any, layers: Layers, is_layer: Any
+) -> tuple[tuple[str, Any, Stacked | None], ...]:
+    """Dotted path and node of each layer or stack of layers, bottom first.
 
     Args:
       root: the model.
-      layers: path of a list or mapping of layers, or one path per layer.
+      layers: path of a list or mapping of layers, a stack, or one path or stack after the other.
       is_layer: whether a node is one layer rather than a list of them.
 
     Raises:
       UserError: a path leads nowhere, to no list, there is no layer, or their order is in doubt.
     """
+    if isinstance(layers, Stacked):
+        return ((layers.path, find(root, layers.path), layers),)
     if not isinstance(layers, str):
-        nodes = tuple((path, find(root, path)) for path in layers)
-        if len(set(layers)) != len(nodes):
+        paths = [place.path if isinstance(place, Stacked) else place for place in layers]
+        nodes = tuple(
+            (path, find(root, path), place if isinstance(place, Stacked) else None)
+            for path, place in zip(paths, layers, strict=True)
+        )
+        if len(set(paths)) != len(nodes):
             raise UserError(f"layers={list(layers)!r} names a layer twice; give each one once")
-        _check_listed(layers)
+        _check_listed(paths)
     else:
         group = find(root, layers)
         if is_layer(group) or not isinstance(group, Sequence | Mapping):
             raise UserError(
                 f"layers={layers!r} is a {type(group).__name__}, not a list of layers. Give the "
                 "path of a list (nnx.List, list, tuple, dict), or a list with the path of each "
-                "layer; stacked parameters with a leading layer axis must be taken apart"
+                "layer; if its arrays hold all layers along an axis, as nn.scan and nnx.vmap make "
+                f"them, layers=slidedp_jax.Stacked({layers!r})"
             )
         keys = _ordered_keys(group, layers) if isinstance(group, Mapping) else range(len(group))
-        nodes = tuple((f"{layers}.{key}", group[key]) for key in keys)
+        nodes = tuple((f"{layers}.{key}", group[key], None) for key in keys)
     if not nodes:
         raise UserError(f"layers={layers!r} holds no layer; a decoder has at least one")
     return nodes

@@ -1,7 +1,8 @@
 """What every kind of user's model is brought to before it becomes stages.
 
-Functions take the tree that they may read, then what the runtime hands on. `key` is a PRNG key
-while a model that draws random numbers is trained, else None. Letters: B rows, T tokens, D hidden.
+Functions take the parameters that they may read, then what the runtime hands on. `key` is a PRNG
+key while a model that draws random numbers is trained, else None. Letters: B rows, T tokens, D
+hidden.
 """
 
 from __future__ import annotations
@@ -13,36 +14,85 @@ from typing import Any
 import jax
 import numpy as np
 
+from slidedp_jax.adapter.paths import named_leaves
+from slidedp_jax.adapter.stacked import Stack, StackedLeaves
 from slidedp_jax.errors import UserError
 from slidedp_jax.models.streamed import Batch
 
 Tree = Any
 Key = jax.Array | None
+Values = Mapping[str, Any]
+"""Every parameter of a model by name: its value, or its shape where it is not to be read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A model as one tree of parameters and functions over it.
+    """A model as parameters by name and functions over them.
 
     Attributes:
-      tree: shapes of all parameters, `jax.ShapeDtypeStruct`.
+      shapes: of all parameters by name, `jax.ShapeDtypeStruct`.
       value: name -> what the user's model holds now, an array or its shape.
       layers: dotted path and shapes of the parameters of each layer, bottom first; no mapping,
-        whose keys JAX's functions over trees sort as text.
-      embed: (tree, batch, key) -> x [B, T, D].
+        whose keys JAX's functions over trees sort as text. Their names are path and place in the
+        layer's tree, joined by a dot.
+      embed: (values, batch, key) -> x [B, T, D].
       layer_fns: per layer (layer tree, x, batch, key) -> x or (x, aux); equal layers share one
         object.
-      head_loss: (tree, x, batch, key) -> scalar.
-      write_back: masters by name -> the user's model with them.
+      head_loss: (values, x, batch, key) -> scalar.
+      whole: a function of the user's whole model, (model, batch) -> anything, as one of
+        (values, batch), all of which have values.
+      write_back: masters by name -> the user's model with them; names that are left out stay as
+        they are.
     """
 
-    tree: Tree
+    shapes: Mapping[str, jax.ShapeDtypeStruct]
     value: Callable[[str], Any]
     layers: tuple[tuple[str, Tree], ...]
-    embed: Callable[[Tree, Batch, Key], jax.Array]
+    embed: Callable[[Values, Batch, Key], jax.Array]
     layer_fns: tuple[Callable[[Tree, jax.Array, Batch, Key], Any], ...]
-    head_loss: Callable[[Tree, jax.Array, Batch, Key], jax.Array]
+    head_loss: Callable[[Values, jax.Array, Batch, Key], jax.Array]
+    whole: Callable[[Callable[..., Any]], Callable[[Values, Batch], Any]]
     write_back: Callable[[Mapping[str, np.ndarray]], Any]
+
+
+class NamedTree:
+    """A tree of parameters by name, and back; layers that are stacked are parameters each.
+
+    Attributes:
+      leaves: of the tree by name, as they were.
+      shapes: of the parameters by name.
+    """
+
+    def __init__(self, tree: Tree, stacks: Sequence[Stack] = ()):
+        self.leaves = named_leaves(tree)
+        self._structure = jax.tree.structure(tree)
+        self._stacked = StackedLeaves(self.leaves, stacks)
+        self.shapes = {name: self._stacked.shape(name) for name in self._stacked.parts()}
+
+    def tree(self, values: Values) -> Tree:
+        """The user's tree around some values."""
+        leaves = [self._stacked.leaf(name, values) for name in self.leaves]
+        return jax.tree.unflatten(self._structure, leaves)
+
+    def value(self, name: str, leaves: Values) -> Any:
+        """A parameter, of the leaves as they are now."""
+        return self._stacked.value(name, leaves)
+
+    def written(self, masters: Mapping[str, np.ndarray], leaves: Values) -> dict[str, Any]:
+        """The leaves with masters in them, each as the kind of array that it was."""
+        new = dict(leaves)
+        for name, parts in self._stacked.names.items():
+            if not masters.keys().isdisjoint(parts):
+                values = {
+                    part: masters[part] if part in masters else self.value(part, leaves)
+                    for part in parts
+                }
+                new[name] = like(self._stacked.leaf(name, values), leaves[name])
+        return new
+
+    def of_leaves(self, leaves: Values) -> Tree:
+        """The user's tree around other leaves."""
+        return jax.tree.unflatten(self._structure, [leaves[name] for name in self.leaves])
 
 
 class Rows(dict[str, Any]):
@@ -54,6 +104,7 @@ class Rows(dict[str, Any]):
             "read batch.get('segment_ids'), or pass packed=True to adapt() if all have them",
             "key": "random numbers are drawn only in training and with dropout=True; read "
             "batch.get('key')",
+            "layer_index": "only layer has an index",
             "labels": "read batch['targets']: the labels, already shifted by one",
         }
         raise UserError(
@@ -85,19 +136,3 @@ def like(value: np.ndarray, old: Any) -> Any:
     if isinstance(old, jax.Array):
         return jax.device_put(value, old.sharding)
     return jax.numpy.asarray(value)
-
-
-def check_names(parameters: Mapping[str, np.ndarray], names: Mapping[str, Any]) -> None:
-    """Masters and model have the same parameters.
-
-    Raises:
-      UserError: some are missing or unknown.
-    """
-    missing, unknown = names.keys() - parameters.keys(), parameters.keys() - names.keys()
-    if missing or unknown:
-        raise UserError(
-            f"write_back got {len(parameters)} parameters for a model of {len(names)}: "
-            f"{len(missing)} are missing (such as {min(missing, default='none')}), {len(unknown)} "
-            f"unknown (such as {min(unknown, default='none')}); pass trainer.parameters() of this "
-            "very model"
-        )

@@ -99,10 +99,10 @@ class _Probe:
         params = self._params(stage)
 
         def forward(rows: int, tokens: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-            return fn, (params, self._hidden(rows, tokens), self._batch(rows, tokens))
+            return fn, (params, self._hidden(rows, tokens), self._of_layer(rows, tokens))
 
         def backward(rows: int, tokens: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-            x, batch = self._hidden(rows, tokens), self._batch(rows, tokens)
+            x, batch = self._hidden(rows, tokens), self._of_layer(rows, tokens)
 
             def run(params: Any, x: jax.Array, dy: jax.Array, batch: Any) -> Any:
                 return jax.vjp(lambda p, h: fn(p, h, batch), params, x)[1](dy)
@@ -192,7 +192,7 @@ class _Probe:
         """What JAX keeps between forward and backward, before XLA fuses any of it away."""
 
         def kept(rows: int) -> float:
-            x, batch = self._hidden(rows, self._tokens), self._batch(rows, self._tokens)
+            x, batch = self._hidden(rows, self._tokens), self._of_layer(rows, self._tokens)
             pullback = jax.eval_shape(
                 lambda p, h, b: jax.vjp(lambda p, h: fn(p, h, b), p, h)[1], params, x, batch
             )
@@ -218,6 +218,10 @@ class _Probe:
     def _batch(self, rows: int, tokens: int) -> dict[str, Any]:
         names = self._model.token_arrays
         return dict(example_batch(rows, tokens, packed=self._packed, token_arrays=names))
+
+    def _of_layer(self, rows: int, tokens: int) -> dict[str, Any]:
+        index = jax.ShapeDtypeStruct((1,), jnp.int32)
+        return {**self._batch(rows, tokens), "layer_index": index}
 
     def _hidden(self, rows: int, tokens: int) -> Any:
         embed = self._params(self._model.embed)

@@ -11,15 +11,16 @@ NumPy only; no JAX, no PyTorch.
 |---|---|
 | `records.py`, `parquet.py` | files to records |
 | `rows.py`, `fields.py` | records to checked rows |
-| `conversations.py`, `tool_calls.py` | messages and calls in every form |
+| `conversations.py`, `content_parts.py`, `tool_calls.py` | messages and calls in every form |
 | `tokenizer.py`, `chat_template.py` | the folder's tokenizer and template |
-| `spans.py` | what the assistant said |
+| `spans.py`, `alike_turns.py` | what the assistant said; the same in long conversations |
 | `encode.py`, `tokenize.py`, `examples.py` | rows to token ids and supervision, kept compactly |
 | `unprinted.py` | what rows say and the template does not print |
+| `empty_reasoning.py` | what the template prints and rows do not say: empty reasoning |
 | `remarks.py` | such remarks, counted by file |
 | `example_settings.py` | how rows become examples |
 | `packing.py`, `batches.py` | examples into rows; a seeded order that resumes |
-| `report.py`, `preview.py` | what became of the rows; one example to look at |
+| `report.py`, `preview.py` | what became of the rows; examples to look at |
 """
 
 from slidedp_jax.data.batches import BatchSource, StepBatch, StepSize, row_widths
@@ -27,7 +28,7 @@ from slidedp_jax.data.chat_template import ChatTemplate, ChatTemplateError
 from slidedp_jax.data.example_settings import ExampleSettings
 from slidedp_jax.data.examples import IGNORED, Examples, ExamplesBuilder
 from slidedp_jax.data.packing import RowPlan, one_per_row, pack
-from slidedp_jax.data.preview import preview
+from slidedp_jax.data.preview import account, packing_line, preview
 from slidedp_jax.data.records import RowError, read_records
 from slidedp_jax.data.report import DataReport
 from slidedp_jax.data.rows import parse_row
@@ -48,10 +49,12 @@ __all__ = [
     "StepBatch",
     "StepSize",
     "Tokenizer",
+    "account",
     "load_examples",
     "load_tokenizer",
     "one_per_row",
     "pack",
+    "packing_line",
     "parse_row",
     "preview",
     "read_records",

@@ -25,7 +25,9 @@ import numpy as np
 
 from slidedp_jax.data.examples import IGNORED, Examples
 from slidedp_jax.data.packing import one_per_row, pack
+from slidedp_jax.data.report import DataReport
 from slidedp_jax.errors import UserError
+from slidedp_jax.wording import counted
 
 _MAX_WIDTHS = 8
 _STATE_FORMAT = 1
@@ -89,6 +91,7 @@ class BatchSource:
     """Endless iterator over steps.
 
     Attributes:
+      examples: what the rows are made of.
       num_rows: rows of an epoch (packed rows count once).
       rows_per_step: rows of a step.
       steps_per_epoch: steps of a whole epoch, the smaller last one included.
@@ -143,7 +146,7 @@ class BatchSource:
         self._step_size = (
             StepSize(per_device=step_size) if isinstance(step_size, int) else step_size
         )
-        self._examples = examples
+        self.examples = examples
         self._plan = one_per_row(len(examples))
         if packing:
             self._plan = pack(
@@ -162,19 +165,27 @@ class BatchSource:
         self.widths = widths[-1:] if packing else widths
         self._order = _row_order(self.num_rows, seed if shuffle else None)
 
-    def require_whole_step(self) -> None:
+    def require_whole_step(self, report: DataReport | None = None) -> None:
         """Refuse data that does not fill one optimizer step; training calls this, evaluation not.
+
+        Args:
+          report: what became of the files' rows; the message then says which were dropped.
 
         Raises:
           UserError: fewer rows than a step takes.
         """
         if self.num_rows >= self.rows_per_step:
             return
-        packed = f" (packed from {len(self._examples):,} examples)" if self._packing else ""
+        packed = f" (packed from {counted(len(self.examples), 'example')})" if self._packing else ""
+        dropped = ""
+        if report is not None and report.dropped:
+            dropped = (
+                f" Of {counted(report.rows_in, 'row')} in the files were dropped: {report.drops}."
+            )
         raise UserError(
-            f"the training data has {self.num_rows:,} rows{packed}, fewer than one optimizer step "
-            f"takes: {self._step_size}; lower the micro batch, the accumulation or the number of "
-            "devices, or give more rows"
+            f"the training data has {counted(self.num_rows, 'row')}{packed}, fewer than one "
+            f"optimizer step takes: {self._step_size}; lower the micro batch, the accumulation or "
+            f"the number of devices, or give more rows.{dropped}"
         )
 
     def num_steps(self, num_epochs: float) -> int:
@@ -221,7 +232,7 @@ class BatchSource:
 
     def _row_lengths(self) -> np.ndarray:
         """Tokens of each row, without padding."""
-        lengths = np.asarray(self._examples.lengths, np.int64)
+        lengths = np.asarray(self.examples.lengths, np.int64)
         return np.add.reduceat(lengths[self._plan.members], self._plan.offsets[:-1])
 
     def __iter__(self) -> Iterator[StepBatch]:
@@ -247,7 +258,7 @@ class BatchSource:
         return self._assemble(members, epoch)
 
     def _assemble(self, rows: list[np.ndarray], epoch: int) -> StepBatch:
-        lengths = [int(self._examples.lengths[members].sum()) for members in rows]
+        lengths = [int(self.examples.lengths[members].sum()) for members in rows]
         width = next(w for w in self.widths if w >= max(lengths))
         shape = (len(rows), width)
         input_ids = np.full(shape, self._pad_id, np.int32)
@@ -257,16 +268,16 @@ class BatchSource:
         for r, members in enumerate(rows):
             begin = 0
             for segment, index in enumerate(members, start=1):
-                end = begin + int(self._examples.lengths[index])
-                input_ids[r, begin:end] = self._examples.input_ids(index)
-                labels[r, begin:end] = self._examples.labels(index)
+                end = begin + int(self.examples.lengths[index])
+                input_ids[r, begin:end] = self.examples.input_ids(index)
+                labels[r, begin:end] = self.examples.labels(index)
                 positions[r, begin:end] = np.arange(end - begin)
                 segment_ids[r, begin:end] = segment
                 begin = end
         arrays = {"input_ids": input_ids, "labels": labels, "positions": positions}
         return StepBatch(
             arrays=arrays | ({"segment_ids": segment_ids} if self._packing else {}),
-            row_ids=[int(i) for i in self._examples.row_ids[np.concatenate(rows)]],
+            row_ids=[int(i) for i in self.examples.row_ids[np.concatenate(rows)]],
             num_tokens=sum(lengths),
             num_supervised_tokens=int(np.count_nonzero(labels != IGNORED)),
             epoch=epoch,
@@ -318,7 +329,7 @@ class BatchSource:
             "shuffle": self._shuffle,
             "packing": self._packing,
             "num_rows": self.num_rows,
-            "data": self._examples.fingerprint,
+            "data": self.examples.fingerprint,
         }
 
 

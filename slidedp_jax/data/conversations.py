@@ -1,6 +1,7 @@
 """Messages in the forms that public data has them -> the messages that templates are written for.
 
-A turn is `role` and `content` (OpenAI, ms-swift) or `from` and `value` (sharegpt). A turn that is
+A turn is `role` and `content` (OpenAI, ms-swift) or `from` and `value` (sharegpt). A content may be
+a list of text parts (`content_parts.py`). A turn that is
 nothing but calls (`function_call`, `tool_call`, ...) becomes an assistant message with
 `tool_calls`; it belongs to the turn before it where that is the assistant's too, since a model says
 all of it before it is answered. Whatever else a message says is kept, under its own key.
@@ -11,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from slidedp_jax.data.content_parts import text_of_parts
 from slidedp_jax.data.fields import Fields, describe
 from slidedp_jax.data.tool_calls import calls_in, calls_said, looks_like_calls
 
@@ -32,7 +34,10 @@ _KNOWN = {role: role for role in ROLES} | _OTHER_NAMES | dict.fromkeys(_CALLS, "
 _FLAGS = ("train", "weight", "loss")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
-_TRAIN_ON_OTHERS = "{} messages that are not the assistant's ask to be learnt; they are not"
+_TRAIN_ON_OTHERS = (
+    "{} [message that is not the assistant's asks|messages that are not the assistant's ask] to be "
+    "learnt and [is|are] not"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,9 +161,12 @@ def _settle_calls(fields: Fields, message: dict[str, Any], key: str) -> None:
 
 
 def _check_content(fields: Fields, message: dict[str, Any], key: str) -> None:
-    if "content" in message:
-        message["content"] = fields.checked_text(message["content"], key)
-    elif message["role"] == "assistant" and "tool_calls" in message:
+    content, calls = message.get("content"), "tool_calls" in message
+    if isinstance(content, list) and (content or not calls):
+        message["content"] = text_of_parts(fields, content, key)
+    elif content not in (None, []):
+        message["content"] = fields.checked_text(content, key)
+    elif message["role"] == "assistant" and calls:
         message["content"] = ""
     else:
         raise fields.error(key, "is missing or null; a message needs a string")

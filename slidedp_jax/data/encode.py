@@ -15,6 +15,7 @@ import numpy as np
 import tokenizers
 
 from slidedp_jax.data.chat_template import Span
+from slidedp_jax.data.empty_reasoning import learnt_empty_reasoning
 from slidedp_jax.data.example_settings import ExampleSettings
 from slidedp_jax.data.examples import IGNORED
 from slidedp_jax.data.records import RowError
@@ -27,14 +28,15 @@ from slidedp_jax.errors import UserError
 
 _NEVER_STOPS = (
     "the template's generation markers leave out the token that ends a turn: the model is not "
-    "taught to stop ({} rows)"
+    "taught to stop ({} [row|rows])"
 )
 _TOKENISED_APART = (
     "a token would have joined the prompt's end with the completion; the two were tokenised apart "
-    "({} rows)"
+    "({} [row|rows])"
 )
 _SHARED_TOKEN = (
-    "{} answers share their first token with what stands before them; the model does not learn it"
+    "{} [answer shares its|answers share their] first token with what stands before; the model "
+    "does not learn it"
 )
 
 
@@ -105,10 +107,14 @@ class Encoder:
         _check_text(row, located.text)
         learnt = [(0, len(located.text))] if loss_on == "all" else located.learnt
         remarks = unprinted(row, located) if learnt else []
+        remarks += learnt_empty_reasoning(row, located, learnt, template.source)
         if self._never_stops(wanted, located):
             remarks.append(Remark(text=_NEVER_STOPS))
         remarks += [
-            Remark(text=f"{{}} rows give the chat template {name!r}, which it does not read")
+            Remark(
+                text=f"{{}} [row gives|rows give] the chat template {name!r}, which it does not "
+                "read"
+            )
             for name in {**self._settings.template_kwargs, **row.template_kwargs}
             if name not in template.source
         ]
@@ -211,14 +217,16 @@ def token_begins(offsets: Sequence[Span]) -> np.ndarray:
 
 
 def begin_inside(begins: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
-    """Tokens, bool [length], that begin inside one of the spans.
+    """Tokens, bool [length], that begin inside one of the spans, which are in order.
 
     A token that begins before a span belongs to what the model is given, one that begins inside and
     ends after it to what the model says.
     """
-    inside = np.zeros(len(begins), bool)
-    for first, last in spans:
-        inside |= (begins >= first) & (begins < last)
+    if not spans:
+        return np.zeros(len(begins), bool)
+    firsts, lasts = np.array(spans, np.int64).T
+    span = np.searchsorted(firsts, begins, side="right") - 1  # the last that begins before or there
+    inside: np.ndarray = (span >= 0) & (begins < lasts[span])
     return inside
 
 

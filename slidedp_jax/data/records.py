@@ -147,12 +147,17 @@ def _parse_line(path: Path, source: str, content: bytes) -> Record:
         hint = ""
         if content in (b"{", b"["):
             hint = "; the file looks like one JSON value over several lines: write one row per line"
-        return failed(f"not valid JSON: {error.msg} at column {error.colno}{hint}")
+        return failed(f"not valid JSON: {_what(error)} at column {error.colno}{hint}")
     except UnicodeDecodeError as error:
         return failed(f"not UTF-8: {error.reason}")
     except RecursionError:
         return failed("JSON nested too deeply")
     return _object_record(path, source, value)
+
+
+def _what(error: json.JSONDecodeError) -> str:
+    """The parser's message, some of which end in the "at" that the column follows."""
+    return error.msg.removesuffix(" at")
 
 
 def _object_record(path: Path, source: str, value: Any) -> Record:
@@ -168,7 +173,7 @@ def _array_records(path: Path) -> Iterator[Record]:
     except json.JSONDecodeError as error:
         raise UserError(
             f"{path}:{error.lineno}: the file begins as a JSON array but is not valid JSON: "
-            f"{error.msg} at column {error.colno}"
+            f"{_what(error)} at column {error.colno}"
         ) from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8: {error}; convert it to UTF-8") from error

@@ -6,6 +6,7 @@ rows together become one line.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import final
@@ -16,7 +17,7 @@ class Remark:
     """Something about a row.
 
     Attributes:
-      text: what is printed, `{}` where the number goes.
+      text: what is printed, `{}` where the number goes, `[row|rows]` where one or several differ.
       count: how many things of the row it is true of; nothing is printed of a file without any.
       of: how many things of the row it could have been true of; None where that says nothing.
     """
@@ -44,11 +45,16 @@ class Remarks:
     def lines(self) -> tuple[str, ...]:
         """One line for each file and remark, in the order in which they came up."""
         return tuple(
-            f"{file}: {text.replace('{}', _number(count, of), 1)}"
+            f"{file}: {_sentence(text, count, of)}"
             for (file, text), (count, of) in self._sums.items()
             if count
         )
 
 
-def _number(count: int, of: int | None) -> str:
-    return f"{count:,}" if of is None else f"{count:,} of {of:,}"
+_ONE_OR_SEVERAL = re.compile(r"\[([^][|{}]*)\|([^][|{}]*)\]")
+
+
+def _sentence(text: str, count: int, of: int | None) -> str:
+    form = 1 if (count if of is None else of) == 1 else 2
+    number = f"{count:,}" if of is None else f"{count:,} of {of:,}"
+    return _ONE_OR_SEVERAL.sub(lambda found: found[form], text).replace("{}", number, 1)

@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from slidedp_jax.data.remarks import Remarks
+from slidedp_jax.wording import counted
 
 DROP_REASONS = {
     "bad": "malformed",
     "empty": "without tokens",
     "over_long": "longer than max_seq_length",
+    "no_assistant_message": "conversations without an assistant message",
     "no_supervised_tokens": "nothing to learn in them",
     "supervised_tokens_cut_off": "truncation left nothing to learn",
 }
@@ -67,12 +69,17 @@ class DataReport:
         """Rows of which nothing was kept."""
         return sum(self.dropped.values())
 
+    @property
+    def drops(self) -> str:
+        """How many rows were dropped for which reason, in one line; empty where none was."""
+        return ", ".join(f"{n:,} {DROP_REASONS[r]}" for r, n in sorted(self.dropped.items()))
+
     def __str__(self) -> str:
         files = ", ".join(self.files[:3]) + (" ..." if len(self.files) > 3 else "")
         share = 100 * self.num_supervised_tokens / max(1, self.num_tokens)
-        kept = f"{self.rows_in:,} rows in, {self.rows_kept:,} kept"
+        kept = f"{counted(self.rows_in, 'row')} in, {self.rows_kept:,} kept"
         if self.num_examples != self.rows_kept:
-            kept += f" as {self.num_examples:,} examples"
+            kept += f" as {counted(self.num_examples, 'example')}"
         lines = [
             f"data     {files}",
             f"rows     {kept}, {self.rows_dropped:,} dropped, {self.truncated:,} truncated",
@@ -80,16 +87,17 @@ class DataReport:
         for reason, count in sorted(self.dropped.items()):
             lines.append(f"         {count:,} dropped: {DROP_REASONS[reason]}")
         if self.split:
-            lines.append(f"         {self.split:,} documents cut into windows")
+            lines.append(f"         {counted(self.split, 'document')} cut into windows")
         lines.append(
             f"tokens   {self.num_tokens:,}, {self.num_supervised_tokens:,} supervised "
             f"({share:.1f} %), {self.tokens_lost:,} lost to drops and cuts"
         )
-        names = {0.0: "min", 0.5: "median", 1.0: "max"}
+        names = {0.0: "shortest", 1.0: "longest"}
         lengths = ", ".join(
-            f"{names.get(q, f'{q:.0%}')} {tokens:,}" for q, tokens in self.length_quantiles.items()
+            f"{names.get(q, f'p{100 * q:.0f}')} {tokens:,}"
+            for q, tokens in self.length_quantiles.items()
         )
-        lines.append(f"lengths  {lengths} tokens (limit {self.max_seq_length:,})")
+        lines.append(f"lengths  {lengths} tokens (max_seq_length {self.max_seq_length:,})")
         lines.append(f"         longest: {self.longest_row:,} tokens, {self.longest_source}")
         lines += [f"skipped  {message}" for message in self.bad_rows]
         lines += [f"note     {note}" for note in self.notes]

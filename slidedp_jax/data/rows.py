@@ -107,7 +107,7 @@ def _remark_unread(fields: Fields, name: str, read: tuple[str, ...]) -> None:
     for other in fields.given():
         if other != name and other not in read:
             unread, beside = fields.column(other), fields.column(name)
-            fields.remark(f"`{unread}` beside `{beside}` is not read ({{}} rows)")
+            fields.remark(f"`{unread}` beside `{beside}` is not read ({{}} [row|rows])")
 
 
 def _token_row(fields: Fields) -> tuple[TokenRow, tuple[str, ...]]:

@@ -12,17 +12,19 @@ themselves:
    and S is all that stands there, that place is the message, with what `_Rendering` finds to be its
    lead and its close.
 
-What neither can separate is refused; nothing is guessed.
+What neither can separate is refused; nothing is guessed. In long conversations, where each of these
+renderings takes long, answers are found by others that stand alike (`alike_turns`).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from slidedp_jax.data.alike_turns import MANY, AlikeTurns, Messages
 from slidedp_jax.data.chat_template import ChatTemplate, ChatTemplateError, Span
 from slidedp_jax.data.records import RowError
 from slidedp_jax.data.rows import ChatRow
@@ -79,7 +81,7 @@ def locate(
         if template.has_generation_markers:
             return _marked(row, template, rendering.template_kwargs)
         said = [i for i, message in enumerate(row.messages) if message["role"] == "assistant"]
-        spans = [rendering.span_of(i) for i in said]
+        spans = rendering.spans_of(said)
     except ChatTemplateError as error:
         raise RowError(f"{row.source}: {error}") from error
     for before, after in itertools.pairwise(spans):
@@ -124,7 +126,7 @@ class _Rendering:
         self._leads: list[tuple[str, str]] = []
         self._headed: set[str] = set()  # roles after which a header follows, as far as is known
 
-    def _render(self, messages: list[dict[str, Any]], generation_prompt: bool = False) -> str:
+    def _render(self, messages: Messages, generation_prompt: bool = False) -> str:
         return self.template.render(
             messages,
             tools=self.row.tools,
@@ -132,14 +134,29 @@ class _Rendering:
             template_kwargs=self.template_kwargs,
         )
 
-    def _try_render(
-        self, messages: list[dict[str, Any]], generation_prompt: bool = False
-    ) -> str | None:
+    def _try_render(self, messages: Messages, generation_prompt: bool = False) -> str | None:
         """A changed conversation, or None where the template does not take it."""
         try:
             return self._render(messages, generation_prompt)
         except ChatTemplateError:
             return None
+
+    def spans_of(self, said: Sequence[int]) -> list[Span]:
+        """Spans of assistant messages.
+
+        Raises:
+          RowError: one cannot be separated.
+        """
+        if len(said) <= MANY:
+            return [self.span_of(index) for index in said]
+        alike = AlikeTurns(self.row, self.text, self._try_render)
+        spans = []
+        for index in said:
+            if (span := alike.span_of(index)) is None:
+                span = self.span_of(index)
+                alike.measured(index, span)
+            spans.append(span)
+        return spans
 
     def span_of(self, index: int) -> Span:
         """Span of an assistant message.
@@ -200,8 +217,7 @@ class _Rendering:
         other = self._try_render([*self._with_stand_in(index), *messages[index + 1 :]])
         if other is None:
             return None
-        begin = _common_start(text, other)
-        tail = _common_start(text[::-1], other[::-1])
+        begin, tail = _common_start(text, other), _common_end(text, other)
         # Calls may stand without the space that precedes words.
         if other[begin : len(other) - tail].lstrip() != _STAND_IN:
             return None
@@ -296,8 +312,28 @@ def _first_word_end(text: str) -> int:
 
 def _common_start(one: str, other: str) -> int:
     """Number of characters with which both texts begin."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+    most = min(len(one), len(other))
+    return _largest(most, lambda a, b: one[a:b] == other[a:b])
+
+
+def _common_end(one: str, other: str) -> int:
+    """Number of characters with which both texts end."""
+    most, last, its_last = min(len(one), len(other)), len(one), len(other)
+    return _largest(
+        most, lambda a, b: one[last - b : last - a] == other[its_last - b : its_last - a]
+    )
+
+
+def _largest(most: int, alike: Callable[[int, int], bool]) -> int:
+    """Largest n up to `most` of which `alike(0, n)`: by halves, since slices compare fast."""
+    low, high = 0, most  # alike(0, low), and not alike(0, high + 1) or high is most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if alike(low, middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _inseparable(row: ChatRow, template: ChatTemplate, index: int) -> RowError:

@@ -16,10 +16,11 @@ from slidedp_jax.data.encode import Encoded, Encoder
 from slidedp_jax.data.example_settings import ExampleSettings, OverLong
 from slidedp_jax.data.examples import Examples, ExamplesBuilder
 from slidedp_jax.data.records import Record, RowError, read_records
-from slidedp_jax.data.report import DROP_REASONS, DataReport, Tally
+from slidedp_jax.data.report import DataReport, Tally
 from slidedp_jax.data.rows import ChatRow, CompletionRow, Row, TextRow, parse_row
 from slidedp_jax.data.tokenizer import Tokenizer
 from slidedp_jax.errors import UserError
+from slidedp_jax.wording import counted
 
 _ROWS_AT_ONCE = 128  # enough to occupy the tokenizer's threads; their encodings are short-lived
 _BAD_ROWS_SHOWN = 5
@@ -106,13 +107,26 @@ def _bad_row(error: RowError, settings: ExampleSettings, tally: Tally) -> None:
         tally.bad_rows.append(str(error))
 
 
+_WAYS_OUT = {
+    "bad": "mend the rows",
+    "empty": "check the files",
+    "over_long": "raise max_seq_length, or set over_long to truncate",
+    "no_assistant_message": "give what the assistant answers, or set loss_on to all to learn every "
+    "token",
+    "no_supervised_tokens": "check loss_on, and what the rows say is not to be learnt (`train`, "
+    "`weight`, `labels`, masks)",
+    "supervised_tokens_cut_off": "raise max_seq_length, or keep the other side of long rows "
+    "(truncation_keep; `keep` of ExampleSettings)",
+}
+
+
 def _nothing_left(report: DataReport) -> UserError:
-    reasons = ", ".join(f"{n:,} {DROP_REASONS[r]}" for r, n in sorted(report.dropped.items()))
+    ways_out = "; ".join(_WAYS_OUT[reason] for reason in sorted(report.dropped))
+    first = f". The first malformed one: {report.bad_rows[0]}" if report.bad_rows else ""
     return UserError(
-        f"none of the {report.rows_in:,} rows of {', '.join(report.files)} can be trained on: "
-        f"{reasons} (max_seq_length is {report.max_seq_length:,}, the longest row has "
-        f"{report.longest_row:,} tokens); raise max_seq_length, change over_long or keep, or check "
-        "loss_on and the files"
+        f"none of the {counted(report.rows_in, 'row')} of {', '.join(report.files)} can be trained "
+        f"on: {report.drops} (max_seq_length is {report.max_seq_length:,}, the longest row has "
+        f"{counted(report.longest_row, 'token')}); {ways_out}{first}"
     )
 
 
@@ -147,7 +161,7 @@ def _keep_row(
     tally.saw_length(length, row.source)
     encoded.supervised[:1] = False
     if not encoded.supervised.any():
-        tally.drop("no_supervised_tokens" if length else "empty", length)
+        tally.drop(_why_nothing(row, length), length)
         return
     windows = [slice(0, length)]
     if length > limit:
@@ -175,6 +189,15 @@ def _keep_row(
     tally.tokens_lost += length - kept
     tally.split += len(windows) > 1
     tally.truncated += length > limit and len(windows) == 1
+
+
+def _why_nothing(row: Row, length: int) -> str:
+    """Why no token of a row is learnt."""
+    if not length:
+        return "empty"
+    if isinstance(row, ChatRow) and all(m["role"] != "assistant" for m in row.messages):
+        return "no_assistant_message"
+    return "no_supervised_tokens"
 
 
 def _policy(row: Row, length: int, settings: ExampleSettings) -> OverLong:

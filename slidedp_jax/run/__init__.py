@@ -3,6 +3,8 @@
 | file | |
 |---|---|
 | `arguments.py` | its settings, from YAML and command line |
+| `other_tools.py` | settings of other trainers, answered |
+| `data_settings.py` | those of them that say how rows become examples |
 | `checks.py` | what is checked before anything expensive |
 | `resume.py` | going on with a run: how much is left, what has changed, by which plan |
 | `folder.py`, `record.py`, `replaced.py`, `lock.py` | the output folder |

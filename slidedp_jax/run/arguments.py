@@ -22,13 +22,15 @@ import yaml
 from slidedp_jax.compilation_cache import AUTO
 from slidedp_jax.data.example_settings import Keep, LossOn, OverLong
 from slidedp_jax.errors import UserError
+from slidedp_jax.planner.optimizers import (
+    WHOLE_PARAMETER_OPTIMIZERS as WHOLE_PARAMETER_OPTIMIZERS,
+)
+from slidedp_jax.planner.optimizers import OptimizerName
 from slidedp_jax.planner.strategy import GradientRoute, WeightRoute
+from slidedp_jax.run.other_tools import CALLED_HERE, answer
 from slidedp_jax.state.weight_rounding import Rounding
 
 Scheduler = Literal["cosine", "linear", "constant", "constant_with_warmup"]
-Optimizer = Literal["adamw", "lion", "sgd", "adafactor", "muon"]
-WHOLE_PARAMETER_OPTIMIZERS = ("adafactor", "muon")
-"""Those whose update of a matrix reads all of it."""
 
 
 def _setting(group: str, text: str, default: Any = dataclasses.MISSING) -> Any:
@@ -79,7 +81,7 @@ class TrainArguments:
     gradient_accumulation_steps: int = _setting("training", "micro batches per step", 1)
     num_train_epochs: float = _setting("training", "passes over the data", 1.0)
     max_steps: int | None = _setting("training", "stop there, repeating epochs if need be", None)
-    optim: Optimizer = _setting("training", "adamw, lion, sgd, adafactor or muon", "adamw")
+    optim: OptimizerName = _setting("training", "adamw, lion, sgd, adafactor or muon", "adamw")
     learning_rate: float = _setting("training", "peak learning rate", 1e-5)
     lr_scheduler_type: Scheduler = _setting("training", "after the warm-up", "cosine")
     warmup_steps: int = _setting("training", "steps of linear warm-up", 0)
@@ -208,52 +210,26 @@ class TrainArguments:
             raise UserError(f"{name} is {getattr(self, name)!r}; it must be {allowed}")
 
 
-_ALIASES = {
-    "base_model": "model_name_or_path",
-    "model": "model_name_or_path",
-    "dataset": "train_file",
-    "max_length": "max_seq_length",
-    "cutoff_len": "max_seq_length",
-    "sequence_len": "max_seq_length",
-    "max_target_length": "max_seq_length",
-    "sample_packing": "packing",
-    "micro_batch_size": "per_device_train_batch_size",
-    "per_device_batch_size": "per_device_train_batch_size",
-    "batch_size": "per_device_train_batch_size",
-    "accumulation_steps": "gradient_accumulation_steps",
-    "num_epochs": "num_train_epochs",
-    "steps": "max_steps",
-    "lr": "learning_rate",
-    "optimizer": "optim",
-    "lr_scheduler": "lr_scheduler_type",
-    "max_norm": "max_grad_norm",
-    "clip_grad_norm": "max_grad_norm",
-    "gradient_clipping_threshold": "max_grad_norm",
-    "max_samples": "max_train_samples",
-    "bf16": "dtype",
-    "torch_dtype": "dtype",
-    "assistant_only_loss": "loss_on",
-    "completion_only_loss": "loss_on",
-    "train_on_inputs": "loss_on",
-    "eval_file": "validation_file",
-    "keep_last_n_checkpoints": "save_total_limit",
-    "export_dir": "output_dir",
-}
-
 _HINTS = typing.get_type_hints(TrainArguments)
 FIELDS = {f.name: f for f in dataclasses.fields(TrainArguments)}
 
 
-def parse_arguments(argv: Sequence[str]) -> TrainArguments:
+def parse_arguments(
+    argv: Sequence[str], defaults: Mapping[str, Any] | None = None
+) -> TrainArguments:
     """Read `--config FILE` and `--name value` pairs.
 
     A list takes all values up to the next flag; a boolean flag without a value means true.
+
+    Args:
+      argv: words of the command line.
+      defaults: values of settings that a command does not need, where they are not given.
 
     Raises:
       UserError: unknown or missing keys, wrong types, an unreadable file.
     """
     given = _command_line(argv)
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = dict(defaults or {})
     config = given.pop("config", None)
     if config is not None:
         values.update(_from_file(pathlib.Path(_one("config", config))))
@@ -300,12 +276,28 @@ def help_text() -> str:
     """All settings by group, with types and defaults."""
     lines = ["usage: python -m slidedp_jax.train [--config FILE.yaml] --name value ...", ""]
     for group in dict.fromkeys(f.metadata["group"] for f in FIELDS.values()):
-        lines.append(f"{group}:")
-        for name, f in FIELDS.items():
-            if f.metadata["group"] == group:
-                lines.append(f"  --{name:<30}{f.metadata['help']}{_default_text(f)}")
-        lines.append("")
+        names = [name for name, f in FIELDS.items() if f.metadata["group"] == group]
+        lines += [f"{group}:", *help_lines(names), ""]
     return "\n".join(lines)
+
+
+def help_lines(names: Sequence[str]) -> list[str]:
+    """A line for each of these settings."""
+    return [f"  --{name:<30}{_meaning(name)}{_default_text(FIELDS[name])}" for name in names]
+
+
+def _meaning(name: str) -> str:
+    """What a setting is, and what it can be."""
+    text: str = FIELDS[name].metadata["help"]
+    missing = [str(choice) for choice in _choices(name) if str(choice) not in text]
+    return f"{text}: {', '.join(map(str, _choices(name)))}" if missing else text
+
+
+def _choices(name: str) -> tuple[Any, ...]:
+    """The values of a Literal, also where null is allowed beside them; none for others."""
+    hint = _HINTS[name]
+    parts = (hint, *typing.get_args(hint))
+    return next((typing.get_args(p) for p in parts if typing.get_origin(p) is Literal), ())
 
 
 def _default_text(f: dataclasses.Field[Any]) -> str:
@@ -352,9 +344,12 @@ def _from_file(path: pathlib.Path) -> dict[str, Any]:
 def _known(name: str, where: str) -> str:
     if name in FIELDS:
         return name
-    if name in _ALIASES:
-        raise UserError(f"unknown {where}{name}; here it is called {_ALIASES[name]}")
-    near = difflib.get_close_matches(name, FIELDS, n=3, cutoff=0.5)
+    lower = name.lower()
+    if (ours := CALLED_HERE.get(lower)) is not None:
+        raise UserError(f"unknown {where}{name}; here it is called {ours} ({_meaning(ours)})")
+    if (text := answer(lower)) is not None:
+        raise UserError(f"unknown {where}{name}; {text}")
+    near = difflib.get_close_matches(lower, FIELDS, n=3, cutoff=0.65)
     hint = f"did you mean {' or '.join(near)}?" if near else "see --help for all settings"
     raise UserError(f"unknown {where}{name}; {hint}")
 

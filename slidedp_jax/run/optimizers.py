@@ -11,13 +11,9 @@ import jax.numpy as jnp
 import optax
 from optax import contrib
 
+from slidedp_jax.planner.optimizers import decays, muon_updates
 from slidedp_jax.run.arguments import TrainArguments
 from slidedp_jax.run.learning_rate import learning_rate
-
-
-def decays(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether weight decay applies: to matrices and embeddings, not to norms and biases."""
-    return len(shape) > 1 and not name.endswith((".bias", "norm.weight"))
 
 
 def make_optimizer(args: TrainArguments, num_steps: int) -> optax.GradientTransformation:
@@ -83,7 +79,7 @@ def _muon(args: TrainArguments, rate: optax.Schedule) -> optax.GradientTransform
         return {
             # Of parameters that another branch updates there is a placeholder without dimensions.
             name: contrib.MuonDimensionNumbers()
-            if ".layers." in name and decays(name, getattr(value, "shape", ()))
+            if muon_updates(name, getattr(value, "shape", ()))
             else None
             for name, value in params.items()
         }

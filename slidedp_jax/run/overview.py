@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from slidedp_jax.data import DataReport
-from slidedp_jax.data.report import DROP_REASONS
 from slidedp_jax.planner.disk import disk_use
 from slidedp_jax.planner.hardware import GIB
-from slidedp_jax.planner.report import LANE_WORDS, plan_as_text
 from slidedp_jax.planner.report import notes as plan_notes
+from slidedp_jax.planner.report import plan_as_text
 from slidedp_jax.planner.search import Plan
+from slidedp_jax.planner.words import LANE_WORDS
 from slidedp_jax.run.arguments import TrainArguments
 from slidedp_jax.run.checks import RunInputs, epochs_note, frozen_note
 from slidedp_jax.run.time_text import duration
@@ -86,10 +86,9 @@ def _data_notes(inputs: RunInputs) -> list[str]:
     for report in (inputs.report, inputs.evaluation_report):
         if report is None:
             continue
-        reasons = [f"{n:,} {DROP_REASONS[name]}" for name, n in sorted(report.dropped.items())]
-        if reasons:
+        if report.dropped:
             first = f" (the first: {report.bad_rows[0]})" if report.bad_rows else ""
-            found.append(f"rows dropped from {_files(report)}: {', '.join(reasons)}{first}")
+            found.append(f"rows dropped from {_files(report)}: {report.drops}{first}")
         if report.truncated:
             found.append(
                 f"{counted(report.truncated, 'row')} of {_files(report)} cut to max_seq_length "

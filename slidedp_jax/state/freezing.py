@@ -1,32 +1,20 @@
-"""Which parameters stay as they are, by name."""
+"""Which parameters stay as they are, as a setting of the user's."""
 
 from __future__ import annotations
 
-import difflib
-import fnmatch
 from collections.abc import Collection, Sequence
 
 from slidedp_jax.errors import UserError
+from slidedp_jax.models import frozen_names as patterns_of_names
 
 
 def frozen_names(names: Collection[str], patterns: Sequence[str]) -> set[str]:
-    """Names that a shell-style pattern fits (`*`, `?`, `[...]`; case matters).
+    """As `models.frozen_names`.
 
     Raises:
       UserError: a pattern fits no name, or all names are frozen.
     """
-    found: set[str] = set()
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        fitting = fnmatch.filter(names, pattern)
-        if not fitting:
-            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0)
-            raise UserError(
-                f"no parameter is called {pattern!r}, which is to be frozen; names look like "
-                f"{', '.join(near)}, and * stands for anything, as in 'model.layers.0.*'"
-            )
-        found.update(fitting)
-    if len(found) == len(names):
-        raise UserError(
-            f"all {len(names)} parameters are frozen by {list(patterns)}; nothing is left to train"
-        )
-    return found
+    try:
+        return patterns_of_names.frozen_names(names, patterns)
+    except ValueError as error:
+        raise UserError(str(error)) from None

@@ -2,23 +2,28 @@
 
 A batch is a mapping of NumPy arrays [R, T] for R rows of one step (all devices and microbatches):
 `input_ids` and `labels` in the Hugging Face convention (labels aligned with the inputs, -100 where
-nothing is supervised; the model's position t predicts label t + 1), optionally `segment_ids`
-(0 padding, documents 1, 2, ...; needed where a row holds several documents, or padding before its
-first) and `positions`. `row_ids`, a sequence of any length, are the numbers of the source rows in
-it, which errors name.
+nothing is supervised; position t predicts label t + 1 unless the model says otherwise), optionally
+`segment_ids` (0 padding, documents 1, 2, ...; needed where a row holds several documents, or
+padding before its first) and `positions`. `row_ids`, a sequence of any length, are the numbers of
+the source rows in it, which errors name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
 from slidedp_jax.errors import UserError
-
-IGNORED = -100
+from slidedp_jax.models.batch_arrays import (
+    IGNORED,
+    document_offsets,
+    document_positions,
+    targets_of,
+)
 
 _INTEGERS = ("input_ids", "labels", "segment_ids", "positions")
 
@@ -50,7 +55,8 @@ def prepare(
     most_microbatches: int | None = None,
     documents_per_row: int = 1,
     seed_and_step: tuple[int, int] | None = None,
-    token_arrays: Mapping[str, str] | None = None,
+    token_arrays: Mapping[str, jax.ShapeDtypeStruct] | None = None,
+    shifted: bool = True,
 ) -> PreparedBatch:
     """Validate, shift labels, fill up with rows of zero weight and split into microbatches.
 
@@ -61,7 +67,8 @@ def prepare(
     `documents_per_row` is the least number of documents for which offsets have room; the largest of
     a run keeps their shape, and so the compiled programs, the same from step to step. With
     `seed_and_step` the rows carry `row_seeds` (see `models.streamed.Batch`). `token_arrays` names
-    further arrays [R, T] by dtype that are handed on as they are.
+    further arrays [R, T, ...], by dtype and shape per token, that are handed on as they are.
+    Without `shifted`, labels are targets already: position t predicts label t.
 
     Raises:
       UserError: missing or unknown arrays, shapes that disagree, ids that are no integers or beyond
@@ -73,24 +80,26 @@ def prepare(
     if most_microbatches is not None:
         _check_rows(len(input_ids), num_devices, rows_per_microbatch, most_microbatches)
     segment_ids = batch.get("segment_ids")
-    targets = shift_labels(labels, segment_ids)
+    targets = targets_of(labels, segment_ids, shifted=shifted)
     num_supervised = int((targets != IGNORED).sum())
     if num_supervised == 0:
+        why = " after the shift by one (all labels are -100, or only first tokens are labelled)"
         raise UserError(
-            f"the batch of {input_ids.shape[0]} rows has no supervised token after the shift by "
-            "one (all labels are -100, or only first tokens are labelled); drop such rows or "
-            "check the labels"
+            f"the batch of {input_ids.shape[0]} rows has no supervised token{why * shifted}; drop "
+            "such rows or check the labels"
         )
     arrays = {"input_ids": input_ids, "targets": targets}
     positions = batch.get("positions")
-    arrays["positions"] = _positions(input_ids, segment_ids) if positions is None else positions
+    if positions is None:
+        positions = document_positions(input_ids.shape, segment_ids)
+    arrays["positions"] = positions
     num_tokens = input_ids.size
     if segment_ids is not None:
         arrays["segment_ids"] = segment_ids
         num_tokens = int((segment_ids != 0).sum())
     arrays = {name: np.ascontiguousarray(a, np.int32) for name, a in arrays.items()}
-    for name, dtype in token_arrays.items():
-        arrays[name] = np.ascontiguousarray(batch[name], dtype)
+    for name, spec in token_arrays.items():
+        arrays[name] = np.ascontiguousarray(batch[name], spec.dtype)
     arrays = _fill_rows(arrays, num_devices * rows_per_microbatch)
     if segment_ids is not None:
         starts, lengths = document_offsets(arrays["segment_ids"], documents_per_row)
@@ -113,46 +122,7 @@ def row_seeds(seed: int, step: int, num_rows: int) -> np.ndarray:
     return np.stack([np.full(num_rows, seed), np.full(num_rows, step), place], 1).astype(np.uint32)
 
 
-def shift_labels(labels: np.ndarray, segment_ids: np.ndarray | None) -> np.ndarray:
-    """Targets [R, T]: the label of the next position, never across a document's end."""
-    targets = np.full(labels.shape, IGNORED, np.int32)
-    targets[:, :-1] = labels[:, 1:]
-    if segment_ids is not None:
-        same = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] != 0)
-        targets[:, :-1][~same] = IGNORED
-    return targets
-
-
-def document_offsets(
-    segment_ids: np.ndarray, documents_per_row: int = 1
-) -> tuple[np.ndarray, np.ndarray]:
-    """Segments as offsets: starts int32 [R, M + 1] and lengths int32 [R, M].
-
-    M is `documents_per_row`, or where a row has more documents, their number rounded up to a power
-    of two so that few shapes occur. Documents that are not there have length 0 and start at
-    the end of the last one, as does the closing entry of `starts`. Padding before, between or after
-    documents belongs to none.
-    """
-    num_rows, length = segment_ids.shape
-    previous = np.pad(segment_ids[:, :-1], ((0, 0), (1, 0)))
-    following = np.pad(segment_ids[:, 1:], ((0, 0), (0, 1)))
-    begins = (segment_ids != 0) & (segment_ids != previous)
-    ends = (segment_ids != 0) & (segment_ids != following)
-    most = int(begins.sum(axis=1).max(initial=1))
-    width = documents_per_row if most <= documents_per_row else 1 << (most - 1).bit_length()
-    starts = np.zeros((num_rows, width + 1), np.int32)
-    lengths = np.zeros((num_rows, width), np.int32)
-    for row in range(num_rows):
-        first = np.flatnonzero(begins[row])
-        last = np.flatnonzero(ends[row]) + 1
-        starts[row, : len(first)] = first
-        starts[row, len(first) :] = last[-1] if len(last) else 0
-        lengths[row, : len(first)] = last - first
-    assert int(lengths.sum()) <= num_rows * length
-    return starts, lengths
-
-
-def _as_arrays(batch: Mapping[str, Any], token_arrays: Mapping[str, str]) -> dict[str, np.ndarray]:
+def _as_arrays(batch: Mapping[str, Any], token_arrays: Iterable[str]) -> dict[str, np.ndarray]:
     """The batch's entries, lists included, as arrays; integers where they count something."""
     unknown = sorted(batch.keys() - {*_INTEGERS, "row_ids", *token_arrays})
     if unknown:
@@ -178,7 +148,9 @@ def _as_arrays(batch: Mapping[str, Any], token_arrays: Mapping[str, str]) -> dic
 
 
 def _checked(
-    batch: Mapping[str, np.ndarray], vocab_size: int, token_arrays: Mapping[str, str]
+    batch: Mapping[str, np.ndarray],
+    vocab_size: int,
+    token_arrays: Mapping[str, jax.ShapeDtypeStruct],
 ) -> tuple[np.ndarray, np.ndarray]:
     missing = [name for name in ("input_ids", "labels", *token_arrays) if name not in batch]
     if missing:
@@ -186,11 +158,12 @@ def _checked(
     input_ids, labels = np.asarray(batch["input_ids"]), np.asarray(batch["labels"])
     if input_ids.ndim != 2 or input_ids.size == 0:
         raise UserError(f"input_ids must be [rows, tokens] and not empty, got {input_ids.shape}")
-    for name in ("labels", "segment_ids", "positions", *token_arrays):
-        if batch.get(name) is not None and np.shape(batch[name]) != input_ids.shape:
+    trailing = {name: tuple(spec.shape) for name, spec in token_arrays.items()}
+    for name, shape in {"labels": (), "segment_ids": (), "positions": (), **trailing}.items():
+        if batch.get(name) is not None and np.shape(batch[name]) != (*input_ids.shape, *shape):
             raise UserError(
                 f"{name} has shape {np.shape(batch[name])}, input_ids {input_ids.shape}; "
-                "they must agree"
+                f"they must agree{f', with {shape} for each token' if shape else ''}"
             )
     for name, array, allowed in (("input_ids", input_ids, ()), ("labels", labels, (IGNORED,))):
         bad = (array < 0) | (array >= vocab_size)
@@ -216,16 +189,6 @@ def _check_rows(rows: int, num_devices: int, rows_per_microbatch: int, most: int
         )
 
 
-def _positions(input_ids: np.ndarray, segment_ids: np.ndarray | None) -> np.ndarray:
-    """0, 1, 2, ... restarting with each document."""
-    index = np.broadcast_to(np.arange(input_ids.shape[1], dtype=np.int32), input_ids.shape)
-    if segment_ids is None:
-        return index
-    previous = np.pad(segment_ids[:, :-1], ((0, 0), (1, 0)))
-    start = np.where(segment_ids != previous, index, 0)
-    return np.where(segment_ids != 0, index - np.maximum.accumulate(start, axis=1), 0)
-
-
 def _fill_rows(arrays: dict[str, np.ndarray], multiple: int) -> dict[str, np.ndarray]:
     rows = next(iter(arrays.values())).shape[0]
     missing = -rows % multiple
@@ -233,7 +196,7 @@ def _fill_rows(arrays: dict[str, np.ndarray], multiple: int) -> dict[str, np.nda
         return arrays
     fill = dict.fromkeys(arrays, 0) | {"targets": IGNORED}
     return {
-        name: np.concatenate([array, np.full((missing, array.shape[1]), fill[name], array.dtype)])
+        name: np.concatenate([array, np.full((missing, *array.shape[1:]), fill[name], array.dtype)])
         for name, array in arrays.items()
     }
 

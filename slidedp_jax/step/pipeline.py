@@ -38,6 +38,7 @@ class Pipeline:
       layouts: chunks in forward order.
       layer_fns: per layer chunk, the functions of its layers.
       tied: whether the head reads the embedding's weights.
+      indexed: whether layers read their index.
       programs: compiled programs.
       prefetch_depth: chunks fetched ahead of the one in use.
       kept_chunks: top layer chunks whose weights and intermediate results stay on the device
@@ -53,6 +54,7 @@ class Pipeline:
         layer_fns: Sequence[LayerFns],
         *,
         tied: bool,
+        indexed: bool = False,
         programs: ComputePrograms,
         prefetch_depth: int,
         kept_chunks: int = 0,
@@ -63,6 +65,7 @@ class Pipeline:
         self._layouts = layouts
         self._layer_fns = layer_fns
         self._tied = tied
+        self._indexed = indexed
         self._programs = programs
         self._depth = prefetch_depth
         self._sums_beside = sums_beside
@@ -352,8 +355,8 @@ class Pipeline:
         return out, sums, packed
 
     def _of_chunk(self, chunk: int, batch: DeviceBatch) -> DeviceBatch:
-        """The batch with the index of the chunk's first layer, where random numbers are drawn."""
-        if "row_seeds" not in batch:
+        """The batch with the index of the chunk's first layer, where layers read or draw by it."""
+        if not self._indexed and "row_seeds" not in batch:
             return batch
         if chunk not in self._layer_indices:
             first = sum(len(fns) for fns in self._layer_fns[: chunk - 1])

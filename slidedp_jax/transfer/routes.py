@@ -248,5 +248,15 @@ class ArrivingGradient:
         ]
 
 
+def gradients_by_name(layout: ChunkLayout, gradient: Gradient) -> dict[str, np.ndarray]:
+    """A chunk's gradient that has arrived, float32 by full name; frozen parameters have none."""
+    found = {}
+    for part, summands in zip(layout.trained_parts, gradient.summands(), strict=True):
+        total = np.sum([np.asarray(summand, np.float32) for summand in summands], axis=0)
+        for slot in part.slots:
+            found[slot.name] = total[slot.offset : slot.offset + slot.size].reshape(slot.shape)
+    return found
+
+
 def _concatenate(arrays: Sequence[jax.Array]) -> jax.Array:
     return jnp.concatenate(arrays) if len(arrays) > 1 else arrays[0]

@@ -13,5 +13,6 @@
 | `elementwise.py` | element-wise transformations as functions of a block |
 | `decompose.py`, `leaf_programs.py` | a transformation taken apart, from its jaxpr |
 | `state_meaning.py` | what the arrays of an optimizer's state are |
+| `other_weights.py` | other weights in the trained ones' place, for evaluation |
 | `average.py` | a moving average of the weights |
 """

@@ -7,7 +7,8 @@ jaxpr. Whether a group's program may be run on blocks of a parameter is found ou
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,8 +17,8 @@ import numpy as np
 import optax
 
 from slidedp_jax.errors import UserError
-from slidedp_jax.update.leaf_programs import LeafProgram, leaf_programs, owner_of
-from slidedp_jax.update.state_meaning import StateMeaning, digest, leaf_names
+from slidedp_jax.update.leaf_programs import LeafProgram, leaf_programs, owners_of
+from slidedp_jax.update.state_meaning import StateMeaning, digest, hyperparameters, leaf_names
 
 
 class DecomposedOptimizer:
@@ -47,21 +48,19 @@ class DecomposedOptimizer:
     ):
         self._transformation = optax.with_extra_args_support(transformation)
         params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
-        _check_state(self._transformation, params)
         programs, shared = _programs(transformation, params)
         if any(program.draws for program in (shared, *programs.values())):
             raise UserError(
-                "the optimizer draws random numbers (add_noise, noisy_sgd), and which ones a "
-                "parameter gets depends on all others. Leave the noise out of the optax chain; "
-                "dropout belongs to the model"
+                "the optimizer draws random numbers (add_noise, noisy_sgd) from one key, and which "
+                "ones a parameter gets depends on all others. Leave the noise out of the optax "
+                "chain (dropout belongs to the model), or keep a key for each parameter"
             )
         if shared.reads:
             raise UserError(
                 "the optimizer keeps state that depends on all parameters or gradients (such as "
-                f"{min(shared.reads)}), as estimated learning rates (D-Adaptation, Prodigy), "
-                "apply_if_finite and MultiSteps do. Use a transformation that treats every "
-                "parameter by itself, such as adamw, lion or muon; on_nonfinite='skip' and more "
-                "microbatches per step replace the latter two"
+                f"{min(shared.reads)}), as estimated learning rates (D-Adaptation, Prodigy) and "
+                "apply_if_finite do. Use a transformation that treats every parameter by itself, "
+                "such as adamw, lion or muon; on_nonfinite='skip' replaces the latter"
             )
         for name, program in programs.items():
             if program.reads:
@@ -70,7 +69,8 @@ class DecomposedOptimizer:
                     f"(such as {min(program.reads)}), as a clip by the global norm does. Take the "
                     "clip out of the optax chain and pass max_grad_norm instead; it is exact and "
                     "overlaps with the updates. If there is no clip, it treats all parameters in "
-                    "one `lax.cond`, as novograd does, which cannot be taken apart"
+                    "one loop, which cannot be taken apart: write it as one of each parameter "
+                    "(`jax.tree.map`)"
                 )
         texts = list(dict.fromkeys(program.text for program in programs.values()))
         self.groups = {name: texts.index(program.text) for name, program in programs.items()}
@@ -135,9 +135,11 @@ class DecomposedOptimizer:
         updates, new_state = self._transformation.update(gradient_tree, tree, params)
         return optax.apply_updates(params, updates)[name], self._owned(new_state, name)
 
-    def state_shapes(self, group: int) -> list[jax.ShapeDtypeStruct]:
-        """State of the group's representative."""
-        values = jax.ShapeDtypeStruct(self.shape(group), jnp.float32)
+    def state_shapes(
+        self, group: int, shape: tuple[int, ...] | None = None
+    ) -> list[jax.ShapeDtypeStruct]:
+        """State of the group's representative, or of an array of another shape in its place."""
+        values = jax.ShapeDtypeStruct(shape or self.shape(group), jnp.float32)
         shapes: list[jax.ShapeDtypeStruct] = jax.eval_shape(
             lambda leaf: self.init(group, leaf), values
         )
@@ -148,10 +150,13 @@ class DecomposedOptimizer:
     ) -> StateMeaning:
         state = jax.eval_shape(self._transformation.init, dict(params))
         named: dict[str | None, list[str]] = {name: [] for name in (None, *params)}
-        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
-        for path, name in zip(paths, leaf_names(state), strict=True):
-            named[owner_of(path, params)].append(name)
+        owners = owners_of(state, params)
+        for owner, name in zip(owners, leaf_names(state), strict=True):
+            named[owner].append(name)
+        free, scheduled = hyperparameters(state, owners)
         return StateMeaning(
+            hyperparameters=free,
+            scheduled=scheduled,
             names={name: tuple(named[name]) for name in params},
             programs={name: digest(programs[name].state_text) for name in params},
             shared=tuple(named[None]),
@@ -201,11 +206,10 @@ class DecomposedOptimizer:
     ) -> Any:
         """A state tree for `params` with the given leaves of `name` and shared leaves."""
         tree = jax.eval_shape(self._transformation.init, params)
-        flat, structure = jax.tree_util.tree_flatten_with_path(tree)
+        flat, structure = jax.tree.flatten(tree)
         own, common = iter(owned), iter(shared)
         leaves = []
-        for path, leaf in flat:
-            owner = owner_of(path, params)
+        for leaf, owner in zip(flat, owners_of(tree, params), strict=True):
             if owner is None:
                 leaves.append(next(common))
             elif owner == name:
@@ -215,45 +219,61 @@ class DecomposedOptimizer:
         return jax.tree.unflatten(structure, leaves)
 
     def _owned(self, state: Any, name: str) -> list[Any]:
-        flat = jax.tree_util.tree_flatten_with_path(state)[0]
-        return [leaf for path, leaf in flat if owner_of(path, self._params) == name]
+        owners = owners_of(state, self._params)
+        return [o for o, own in zip(jax.tree.leaves(state), owners, strict=True) if own == name]
 
     def _shared(self, state: Any) -> list[Any]:
-        flat = jax.tree_util.tree_flatten_with_path(state)[0]
-        return [leaf for path, leaf in flat if owner_of(path, self._params) is None]
+        owners = owners_of(state, self._params)
+        return [o for o, own in zip(jax.tree.leaves(state), owners, strict=True) if own is None]
 
 
 def _check_state(transformation: optax.GradientTransformation, params: dict[str, Any]) -> None:
-    """Refuse state of which it cannot be told which parameter it belongs to."""
+    """Refuse state that cannot be stored."""
     state = jax.eval_shape(transformation.init, params)
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
-        place = jax.tree_util.keystr(path)
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            place = jax.tree_util.keystr(path)
             raise UserError(
                 f"the optimizer keeps a random key in its state ({place}), as add_noise and "
-                "noisy_sgd do, and which numbers a parameter gets depends on all others. Leave the "
-                "noise out of the optax chain; dropout belongs to the model"
+                "noisy_sgd do, from which all parameters draw in turn: which numbers one gets "
+                "depends on all others. Leave the noise out of the optax chain (dropout belongs "
+                "to the model), or keep a key for each parameter as integers (jax.random.key_data)"
             )
-        above = [key for key in path if not isinstance(key, jax.tree_util.SequenceKey)]
-        listed = owner_of(above, params)
-        if listed is not None and owner_of(path, params) is None:
-            raise UserError(
-                f"the optimizer keeps a list of arrays for {listed} ({place}), as sm3 does; "
-                "state must be one array per parameter and kind. Use another transformation, such "
-                "as adafactor, which keeps as little"
-            )
+
+
+@contextlib.contextmanager
+def _in_words() -> Iterator[None]:
+    """What a transformation raises when it is traced on a dict of parameters."""
+    try:
+        yield
+    except UserError:
+        raise
+    except TypeError as error:
+        if "required keyword-only argument" not in str(error):
+            raise _not_to_be_run(error) from error
+        raise UserError(
+            f"the optimizer wants more than gradients ({error}): the loss of the step, as "
+            "reduce_on_plateau, momo and polyak_sgd do, or the loss at other weights, as line "
+            "searches and lbfgs do. Updates may begin before the loss is known, and it is not "
+            "computed again. Use a transformation of gradients, such as adamw; a learning rate "
+            "that follows the loss is set between steps (Trainer.set_hyperparameters)"
+        ) from None
+    except (AttributeError, KeyError, ValueError, AssertionError) as error:
+        raise _not_to_be_run(error) from error
+
+
+def _not_to_be_run(error: Exception) -> UserError:
+    return UserError(
+        "the optimizer cannot be run on a dict from parameter name to array: "
+        f"{type(error).__name__}: {error}. It sees the trained parameters like that, and nothing "
+        "else; what keeps a second set of weights as its parameters (optax.lookahead) does not fit "
+        "(ema_decay keeps an average)"
+    )
 
 
 def _programs(
     transformation: optax.GradientTransformation, params: dict[str, Any]
 ) -> tuple[dict[str, LeafProgram], LeafProgram]:
-    try:
+    with _in_words():
+        _check_state(transformation, params)
         return leaf_programs(transformation, params)
-    except TypeError as error:
-        if "required keyword-only argument" not in str(error):
-            raise
-        raise UserError(
-            f"the optimizer wants more than gradients ({error}), as line searches, lbfgs and "
-            "polyak_sgd do; a loss that is computed again is not to be had here. Use a "
-            "transformation of gradients, such as adamw"
-        ) from None

@@ -7,6 +7,7 @@ in pieces, over several steps and gradient scales, which must agree.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +20,8 @@ from slidedp_jax.update.decompose import DecomposedOptimizer
 
 LANES = 128
 """Blocks of a matrix are shown to the transformation as [block / LANES, LANES]: two dimensions."""
+
+_LOG = logging.getLogger(__name__)
 
 _GRADIENT_SCALES = (1e-3, 1.0, 1e6)
 
@@ -94,24 +97,36 @@ def state_dtypes(optimizer: DecomposedOptimizer, group: int) -> tuple[np.dtype, 
 def is_elementwise(optimizer: DecomposedOptimizer, group: int) -> bool:
     """Whether the group's state has the parameter's shape and its program agrees with its pieces.
 
-    Half of the weights start at 0, where an update of any size shows all its digits.
+    What cannot be run on a matrix of another shape, or on pieces of one, is not. Half of the
+    weights start at 0, where an update of any size shows all its digits.
     """
-    if any(leaf.shape != optimizer.shape(group) for leaf in optimizer.state_shapes(group)):
+    shape, trial = optimizer.shape(group), _trial_shape(len(optimizer.shape(group)))
+    try:
+        # A square matrix's row statistics have its shape; those of one that is not square do not.
+        for own in (shape, trial):
+            if any(leaf.shape != own for leaf in optimizer.state_shapes(group, own)):
+                return False
+        start = np.random.default_rng(0).standard_normal(math.prod(trial)).astype(np.float32)
+        start[::2] = 0
+        with jax.default_device(jax.devices("cpu")[0]):
+            whole, pieces = (_trial_steps(optimizer, group, start, number) for number in (1, 3))
+    except Exception as error:
+        _LOG.info("an update is taken for one of whole parameters, since a trial failed: %s", error)
         return False
-    start = np.random.default_rng(0).standard_normal(6 * LANES * LANES).astype(np.float32)
-    start[::2] = 0
-    with jax.default_device(jax.devices("cpu")[0]):
-        whole, pieces = (_trial_steps(optimizer, group, start, number) for number in (1, 3))
     return all(_agree(expected, got) for expected, got in zip(whole, pieces, strict=True))
+
+
+def _trial_shape(rank: int) -> tuple[int, ...]:
+    """Of an array of that many dimensions on which a program is tried."""
+    size = 6 * LANES * LANES
+    return (1,) * (rank - 2) + (size // (2 * LANES), 2 * LANES) if rank >= 2 else (size,)
 
 
 def _trial_steps(
     optimizer: DecomposedOptimizer, group: int, start: np.ndarray, pieces: int
 ) -> list[np.ndarray]:
     """After each of a few steps: the weights that began at 0, all weights, each state."""
-    rank = len(optimizer.shape(group))
-    matrix = (1,) * (rank - 2) + (start.size // (2 * LANES), 2 * LANES)
-    shape = (matrix if rank >= 2 else (start.size,)) if pieces == 1 else None
+    shape = _trial_shape(len(optimizer.shape(group))) if pieces == 1 else None
     blocks = ElementwiseOptimizer(optimizer, [group])
     init = jax.jit(lambda part: blocks.init_block(0, part, shape))
     step = jax.jit(

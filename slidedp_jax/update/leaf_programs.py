@@ -8,12 +8,15 @@ norm, is seen at once.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 
 from slidedp_jax.jax_internals import called_program, jaxpr_of
@@ -44,11 +47,12 @@ class LeafProgram:
     """The update of one parameter.
 
     Attributes:
-      text: canonical text of the program, equal for parameters that are treated alike.
+      text: canonical text of the program and of what makes the starting state, equal for parameters
+        that are treated alike.
       reads: names of other parameters whose values, gradients or state it reads.
       reads_value_alone: whether it reads neither a gradient nor any state.
       state_text: canonical text of what makes the parameter's next state, constants left out.
-      draws: whether it draws random numbers.
+      draws: whether it draws random numbers from a key that is not the parameter's own.
     """
 
     text: str
@@ -58,11 +62,34 @@ class LeafProgram:
     draws: bool
 
 
-def owner_of(path: Sequence[Any], names: Container[str]) -> str | None:
-    """Name of the parameter to which a leaf of an optimizer state belongs, None if shared."""
-    last = path[-1] if path else None
-    key = getattr(last, "key", None)
-    return key if isinstance(key, str) and key in names else None
+def owners_of(tree: Any, names: Container[str]) -> list[str | None]:
+    """For each leaf of an optimizer state the name of the parameter it belongs to, None if shared.
+
+    What lies under a parameter's name is that parameter's, whatever it is kept in. But a name that
+    has names below it is a label, as `multi_transform` has them, and a whole number by itself that
+    lies deeper is a count.
+    """
+    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    named = [
+        [depth for depth, key in enumerate(path) if getattr(key, "key", None) in names]
+        for path, _ in flat
+    ]
+    labels = {
+        path[: depth + 1]
+        for (path, _), depths in zip(flat, named, strict=True)
+        for depth in depths[:-1]
+    }
+
+    def owner(path: tuple[Any, ...], leaf: Any, depths: list[int]) -> str | None:
+        if not depths or path[: depths[-1] + 1] in labels:
+            return None
+        deeper = depths[-1] < len(path) - 1
+        if deeper and not leaf.shape and jnp.issubdtype(leaf.dtype, jnp.integer):
+            return None
+        name: str = path[depths[-1]].key
+        return name
+
+    return [owner(path, leaf, depths) for (path, leaf), depths in zip(flat, named, strict=True)]
 
 
 def leaf_programs(
@@ -81,28 +108,60 @@ def leaf_programs(
         return optax.apply_updates(params, updates), state
 
     closed, out_shape = jax.make_jaxpr(step, return_shape=True)(params, params, state)
+    starts = _starts(transformation, params)
     inputs = [*_roles("parameter", params, params), *_roles("gradient", params, params)]
     inputs += _roles("state", state, params)
     outputs = _interpret(jaxpr_of(closed), closed.consts, inputs)
     owned: dict[str | None, list[_Node]] = {name: [] for name in (None, *params)}
-    for node, (path, _) in zip(outputs, _flat(out_shape), strict=True):
-        owned[owner_of(path, params)].append(node)
+    for node, owner in zip(outputs, owners_of(out_shape, params), strict=True):
+        owned[owner].append(node)
 
     def program(name: str | None, shape: tuple[int, ...]) -> LeafProgram:
         text, numbers = _canonical(owned[name], name, shape)
-        owners = {node.owner for node in numbers} - {None, name}
+        start, of_start = _canonical(starts[name], name, shape)
+        owners = {node.owner for node in (*numbers, *of_start)} - {None, name}
         inputs = [node.operation for node in numbers if not node.inputs]
         state = owned[name][0 if name is None else 1 :]  # a parameter's value comes first
         return LeafProgram(
-            text=text,
+            text=f"{start}\n{text}",
             reads=frozenset(map(str, owners)),
             reads_value_alone=not any(what.startswith(("gradient", "state")) for what in inputs),
             state_text=_canonical(state, name, shape, constants=False)[0],
-            draws=any(node.operation in _DRAWING for node in numbers),
+            draws=any(
+                node.operation in _DRAWING and not _has_own_key(node, name) for node in numbers
+            ),
         )
 
     programs = {name: program(name, tuple(leaf.shape)) for name, leaf in params.items()}
     return programs, program(None, ())
+
+
+def _starts(
+    transformation: optax.GradientTransformation, params: Mapping[str, Any]
+) -> dict[str | None, list[_Node]]:
+    """What the starting state of each parameter is made of, and that which no parameter owns."""
+    closed, state = jax.make_jaxpr(transformation.init, return_shape=True)(dict(params))
+    inputs = _roles("parameter", params, params)
+    outputs = _interpret(jaxpr_of(closed), closed.consts, inputs)
+    owned: dict[str | None, list[_Node]] = {name: [] for name in (None, *params)}
+    for node, owner in zip(outputs, owners_of(state, params), strict=True):
+        owned[owner].append(node)
+    return owned
+
+
+def _has_own_key(drawing: _Node, name: str | None) -> bool:
+    """Whether what random numbers are made of comes from the parameter's own state."""
+    seen: set[_Node] = set()
+    stack = list(drawing.inputs)
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if name is not None and node.owner == name and node.operation.startswith("state"):
+            return True
+        stack.extend(node.inputs)
+    return False
 
 
 def _flat(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
@@ -112,9 +171,10 @@ def _flat(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
 def _roles(kind: str, tree: Any, params: Mapping[str, Any]) -> list[_Node]:
     """One input node per leaf; owned ones are told apart by their place, not by their name."""
     nodes = []
-    for path, _ in _flat(tree):
-        owner = owner_of(path, params)
-        place = jax.tree_util.keystr(path[:-1] if owner else path)
+    for (path, _), owner in zip(_flat(tree), owners_of(tree, params), strict=True):
+        place = jax.tree_util.keystr(
+            tuple(key for key in path if owner is None or getattr(key, "key", None) != owner)
+        )
         nodes.append(_Node(f"{kind}{place}", (), (), 0, owner))
     return nodes
 
@@ -123,7 +183,7 @@ def _interpret(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[_Node]) -> li
     """Nodes of a jaxpr's outputs; calls are looked through."""
     env: dict[Any, _Node] = dict(zip(jaxpr.invars, inputs, strict=True))
     for var, const in zip(jaxpr.constvars, consts, strict=True):
-        env[var] = _Node("const", (("value", str(const)),), (), 0)
+        env[var] = _Node("const", (("value", _text_of(const)),), (), 0)
 
     def read(atom: Any) -> _Node:
         if hasattr(atom, "val"):
@@ -135,6 +195,8 @@ def _interpret(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[_Node]) -> li
         called = called_program(equation)
         if called is not None:
             results = _interpret(*called, arguments)
+        elif equation.primitive.name == "cond":
+            results = _branches(equation.params["branches"], arguments)
         else:
             params = tuple(sorted(equation.params.items(), key=lambda item: item[0]))
             results = [
@@ -143,6 +205,24 @@ def _interpret(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[_Node]) -> li
             ]
         env.update(zip(equation.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def _text_of(constant: Any) -> str:
+    """Tells constants apart; NumPy's own text of a large one leaves most of it out."""
+    if jnp.issubdtype(constant.dtype, jax.dtypes.prng_key):
+        constant = jax.random.key_data(constant)
+    array = np.asarray(constant)
+    text = array.tobytes() if array.size > 16 else str(array).encode()
+    return f"{array.dtype}{array.shape} {hashlib.sha256(text).hexdigest()}"
+
+
+def _branches(branches: Sequence[Any], arguments: Sequence[_Node]) -> list[_Node]:
+    """Results of a `lax.cond` or `lax.switch`, each of which one program of all may make."""
+    index, *operands = arguments
+    of_each = [
+        _interpret(jaxpr_of(branch), getattr(branch, "consts", ()), operands) for branch in branches
+    ]
+    return [_Node("cond", (), (index, *choices), 0) for choices in zip(*of_each, strict=True)]
 
 
 def _canonical(

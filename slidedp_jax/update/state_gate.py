@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -55,6 +55,7 @@ class StateGate:
 
     Attributes:
       version: steps done, all of whose updates have been submitted.
+      lent: why the weights are not those of training just now; empty: they are.
       turn: held by whoever uses the devices or the state; one at a time.
     """
 
@@ -72,6 +73,7 @@ class StateGate:
         lacking: str = "",
     ):
         self.version = 0
+        self.lent = ""
         self.turn = threading.RLock()
         self.meaning = meaning
         self.ema_decay = ema_decay
@@ -143,6 +145,43 @@ class StateGate:
             raise UserError(self._lacking)
         self._fences.check()
 
+    def check_own(self) -> None:
+        """Raise unless the weights are those of training.
+
+        Raises:
+          UserError: others are in their place.
+        """
+        if self.lent:
+            raise UserError(self.lent)
+
+    def set_hyperparameters(self, values: Mapping[str, float]) -> None:
+        """Change shared optimizer state by the names of `StateMeaning.hyperparameters`.
+
+        Raises:
+          UserError: there is no such hyperparameter, or a schedule sets it.
+        """
+        self.check_open()
+        known = self.meaning.hyperparameters
+        for name in values.keys() - known.keys():
+            if name in self.meaning.scheduled:
+                raise UserError(
+                    f"{name} follows a schedule of the optimizer, which would set it again; give "
+                    "inject_hyperparams a number to begin with instead"
+                )
+            raise UserError(
+                f"the optimizer keeps no hyperparameter {name!r}; it keeps {sorted(known)}. Wrap "
+                "the transformation, such as optax.inject_hyperparams(optax.adamw)("
+                "learning_rate=1e-5), and what it is given can change between steps"
+            )
+        with self.turn:
+            self.check()
+            self.wait()
+            shared = self.shared
+            for name, value in values.items():
+                old = shared[known[name]]
+                shared[known[name]] = np.asarray(value, old.dtype).reshape(old.shape)
+            self._updates.resume(shared)
+
     def wait(self) -> None:
         """Block until every update of the steps so far is committed.
 
@@ -184,7 +223,7 @@ class StateGate:
             self._lacking = self._lacking or _HALF_WRITTEN
             if rounding != self.rounding:  # which no weight of before can be read by
                 self._part_updates.use_rounding(rounding)
-            writer = StateWriter(self._store)
+            writer = StateWriter(self._store, self.ema_decay)
             yield writer
             step, shared = writer.finished
             self._updates.resume(shared)
@@ -309,10 +348,11 @@ class StateReader:
 
 
 class StateWriter:
-    """The state, to be written as a whole."""
+    """The state, to be written as a whole; what is not written stays."""
 
-    def __init__(self, store: HostStore):
+    def __init__(self, store: HostStore, ema_decay: float | None):
         self._store = store
+        self._ema_decay = ema_decay
         self._finished: tuple[int, list[np.ndarray]] | None = None
 
     def write(self, name: str, values: np.ndarray) -> None:
@@ -326,6 +366,18 @@ class StateWriter:
     def state_specs(self, name: str) -> list[jax.ShapeDtypeStruct]:
         """Shape and dtype of each of them."""
         return self._store.state_specs(name)
+
+    def swap_averages(self) -> None:
+        """Exchange weights and moving averages, a chunk at a time, in every bit."""
+        for layout in self._store.layouts:
+            names = [slot.name for slot in layout.slots if self._store.state_specs(slot.name)]
+            pairs = {}
+            for name in names:
+                place = len(self._store.state_specs(name)) - 1
+                pairs[name] = place, self._store.read(name), self._store.read_state(name, place)
+            for name, (place, weights, average) in pairs.items():
+                self._store.write(name, average)
+                self._store.write_state(name, place, weights)
 
     def finish(self, step: int, shared: Sequence[np.ndarray]) -> None:
         """Everything is written: it is the state after `step` steps, with `shared`."""

@@ -24,11 +24,16 @@ class StateMeaning:
       programs: parameter name -> digest of the program that makes the arrays' next values, without
         its constants; a version of JAX and optax has its own.
       shared: names of the values that no parameter owns, such as `ScaleByAdamState.count`.
+      hyperparameters: name -> place among the shared values, of those that `inject_hyperparams`
+        keeps and no schedule sets.
+      scheduled: names of those that a schedule sets.
     """
 
     names: Mapping[str, tuple[str, ...]]
     programs: Mapping[str, str]
     shared: tuple[str, ...]
+    hyperparameters: Mapping[str, int]
+    scheduled: frozenset[str]
 
 
 def digest(text: str) -> str:
@@ -39,6 +44,58 @@ def digest(text: str) -> str:
 def leaf_names(state: Any) -> list[str]:
     """A name for each leaf of a state tree: the class that holds it and its attribute there."""
     return [_name(state, path) for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
+
+
+def numbered(names: Sequence[str]) -> list[str]:
+    """Names that occur once as they are, others with their number (`mu[0]`, `mu[1]`)."""
+    return [
+        f"{name}[{names[:place].count(name)}]" if names.count(name) > 1 else name
+        for place, name in enumerate(names)
+    ]
+
+
+def hyperparameters(
+    state: Any, owners: Sequence[str | None]
+) -> tuple[dict[str, int], frozenset[str]]:
+    """Names and places of hyperparameters among shared values, and names of those by schedule.
+
+    A name is what `inject_hyperparams` calls it (`learning_rate`), with the labels and places that
+    lead to it in front where several have that name (`fast.learning_rate`).
+
+    Args:
+      state: of the transformation.
+      owners: of each leaf the parameter that owns it.
+    """
+    shared = [
+        path
+        for (path, _), owner in zip(
+            jax.tree_util.tree_flatten_with_path(state)[0], owners, strict=True
+        )
+        if owner is None
+    ]
+    scheduled = {_inside(path, "hyperparams_states") for path in shared} - {None}
+    found = {
+        place: index
+        for index, path in enumerate(shared)
+        if (place := _inside(path, "hyperparams")) is not None
+    }
+    short = [place[-1] for place in found]
+
+    def name(place: tuple[str, ...]) -> str:
+        return place[-1] if short.count(place[-1]) == 1 else ".".join(place)
+
+    free = {name(place): index for place, index in found.items() if place not in scheduled}
+    return free, frozenset(name(place) for place in found if place in scheduled)
+
+
+def _inside(path: Sequence[Any], field: str) -> tuple[str, ...] | None:
+    """Labels and places on the way to an entry of a dict `field`, and its key."""
+    for depth, key in enumerate(path[:-1]):
+        inner = path[depth + 1]
+        if getattr(key, "name", None) == field and isinstance(inner, jax.tree_util.DictKey):
+            before = [getattr(k, "key", getattr(k, "idx", None)) for k in path[:depth]]
+            return (*(str(part) for part in before if part is not None), str(inner.key))
+    return None
 
 
 def _name(root: Any, path: Sequence[Any]) -> str:

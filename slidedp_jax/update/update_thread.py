@@ -28,7 +28,7 @@ from slidedp_jax.state.fences import Fences
 from slidedp_jax.state.host_store import HostStore
 from slidedp_jax.state.layout import ChunkLayout
 from slidedp_jax.tracer import Tracer
-from slidedp_jax.transfer.routes import Gradient
+from slidedp_jax.transfer.routes import Gradient, gradients_by_name
 from slidedp_jax.update.part_updates import PartUpdates, StepScalars
 from slidedp_jax.update.step_guard import StepEnd, StepGuard
 
@@ -321,12 +321,6 @@ def _global_norm(squares: Sequence[Any]) -> np.float32:
 
 def _first_nonfinite(layout: ChunkLayout, gradient: Gradient) -> str | None:
     """Name of the first parameter of a chunk, in model order, whose gradient is not finite."""
-    bad = set()
-    for part, summands in zip(layout.trained_parts, gradient.summands(), strict=True):
-        total = np.sum([np.asarray(summand, np.float32) for summand in summands], axis=0)
-        bad |= {
-            slot.name
-            for slot in part.slots
-            if not np.isfinite(total[slot.offset : slot.offset + slot.size]).all()
-        }
+    found = gradients_by_name(layout, gradient)
+    bad = {name for name, values in found.items() if not np.isfinite(values).all()}
     return next((slot.name for slot in layout.slots if slot.name in bad), None)

@@ -18,9 +18,12 @@ def adamw() -> optax.GradientTransformation:
     return optax.adamw(LEARNING_RATE, eps=1e-5, weight_decay=0.1)
 
 
-def strategy(devices: int, rows: int, *, microbatches: int = 1, layers: int = 1) -> Strategy:
+def strategy(
+    devices: int, rows: int, *, microbatches: int = 1, layers: int = 1, kept: int = 0
+) -> Strategy:
     return Strategy(
         layers_per_chunk=layers,
+        kept_chunks=kept,
         rows_per_microbatch=-(-rows // (devices * microbatches)),
         num_microbatches=microbatches,
         compute_dtype="float32",

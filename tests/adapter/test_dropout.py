@@ -173,3 +173,84 @@ def test_a_head_that_draws_is_summed_over_rows():
     apart = loss(slice(0, 1)) + loss(slice(1, 2))
     np.testing.assert_allclose(loss(slice(0, 2)), apart, rtol=1e-6)
     assert abs(apart - float(model.head_loss_fn(head, table, x, batch))) > 1e-3
+
+
+class Handed(nnx.Module):
+    """A layer that holds no random numbers and is handed them in the call."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.drop = nnx.Dropout(RATE, deterministic=False)
+
+    def __call__(self, x, rngs):
+        return x + self.drop(self.linear(x), rngs=rngs, deterministic=rngs is None)
+
+
+def of_batch(batch):
+    key = batch.get("key")
+    return None if key is None else nnx.Rngs(dropout=key)
+
+
+def handed():
+    model = Hybrid(nnx.Rngs(1))
+    model.blocks = nnx.List([Handed(nnx.Rngs(n)) for n in range(2)])
+    return model
+
+
+def test_rngs_that_modules_are_handed():
+    parts = PARTS | {"layer": lambda block, x, batch: block(x, of_batch(batch))}
+    adapted = slidedp_jax.adapt(handed(), **parts, dropout=True)
+    graph, parameters, rest = nnx.split(handed(), nnx.Param, ...)
+
+    def loss(parameters, batch, step):
+        model = nnx.merge(graph, parameters, jax.tree.map(jnp.asarray, rest))
+        logits = []
+        for row in range(ROWS):
+            x = model.tokens(batch["input_ids"][row : row + 1]) + model.places[...][None, :TOKENS]
+            for index, block in enumerate(model.blocks):
+                x = block(x, nnx.Rngs(dropout=folded(7, step, row, index + 1)))
+            logits.append(model.logits(x))
+        return next_token_loss(jnp.concatenate(logits), batch["labels"])
+
+    plain_losses, plain = train_plainly(loss, parameters, adamw(), batches())
+    losses, trained = train(adapted, batches(), devices=2, seed=7)
+    plain = named_leaves(nnx.to_pure_dict(plain))
+    assert_equal_training(losses, trained, plain_losses, plain)
+
+
+@pytest.mark.parametrize("dropout", [True, False])
+@pytest.mark.parametrize("where", ["layer", "layer in a loop", "embed", "head_loss"])
+def test_a_key_made_inside_a_function_is_noticed(where, dropout):
+    def noise(x):
+        return x + 0.1 * nnx.Rngs(0).normal(x.shape)
+
+    def looped(x):
+        return jax.lax.fori_loop(0, 2, lambda _, y: jax.checkpoint(noise)(y), x)
+
+    parts = {
+        "layer": {"layer": lambda block, x, batch: noise(block(x))},
+        "layer in a loop": {"layer": lambda block, x, batch: looped(block(x))},
+        "embed": {"embed": lambda model, batch: noise(PARTS["embed"](model, batch))},
+        "head_loss": {"head_loss": lambda model, x, batch: head_loss(model, noise(x), batch)},
+    }[where]
+    what = where.split(" ")[0]
+    with pytest.raises(slidedp_jax.UserError, match=f"{what}.* draws random numbers from a key"):
+        slidedp_jax.adapt(Hybrid(nnx.Rngs(1), rate=0.0), **(PARTS | parts), dropout=dropout)
+
+
+def test_numbers_that_are_always_the_same_are_drawn_outside():
+    fixed = jax.random.normal(jax.random.key(0), (WIDTH,))
+    parts = PARTS | {"layer": lambda block, x, batch: block(x) + fixed[None, None]}
+    slidedp_jax.adapt(Hybrid(nnx.Rngs(1)), **parts)
+    unread = PARTS | {
+        "layer": lambda block, x, batch: block(x) + 0 * len(nnx.Rngs(0).normal((2,)).shape)
+    }
+    slidedp_jax.adapt(Hybrid(nnx.Rngs(1)), **unread)
+
+
+def test_dropout_that_nothing_uses_is_warned_of(caplog):
+    slidedp_jax.adapt(Hybrid(nnx.Rngs(1), rate=0.0), **PARTS, dropout=True)
+    assert "dropout=True, but neither" in caplog.text
+    caplog.clear()
+    slidedp_jax.adapt(Hybrid(nnx.Rngs(1), rate=RATE), **PARTS, dropout=True)
+    assert not caplog.text

@@ -1,5 +1,6 @@
 """Models that do not fit are refused with what was found and what to change."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -197,7 +198,7 @@ TREE_PARTS = {
 def test_plain_trees_that_do_not_fit():
     shared = jnp.ones(4)
     refused(pytree(layers=[shared, shared]), r"layers\.0 and layers\.1 are one", **TREE_PARTS)
-    refused(pytree(layers=jnp.ones((2, 4))), "must be taken apart", **TREE_PARTS)
+    refused(pytree(layers=jnp.ones((2, 4))), r"slidedp_jax\.Stacked\('layers'\)", **TREE_PARTS)
     refused(pytree(extra=jnp.ones(4, jnp.int32)), "parameter extra is int32", **TREE_PARTS)
     no_norm = TREE_PARTS | {
         "head_loss": lambda p, x, batch: sum_of_losses(x @ p["table"].T, batch["targets"])
@@ -205,6 +206,13 @@ def test_plain_trees_that_do_not_fit():
     tree = pytree()
     del tree["w"]
     refused(tree, "no parameter of its own", **no_norm)
+
+
+def test_leaves_that_are_no_arrays():
+    layers = [{"w": jnp.ones(4), "rate": 0.5}, {"w": jnp.ones(4), "rate": 0.5}]
+    refused(pytree(layers=layers), r"layers\.0\.rate is no array but a float.*eqx", **TREE_PARTS)
+    boxed = nn.LogicallyPartitioned(jnp.ones(4), ("embed",))
+    refused(pytree(w=boxed), r"boxes of flax\.linen.*unbox\(params\)", **TREE_PARTS)
 
 
 def test_weights_that_do_not_belong_are_not_written_back():

@@ -44,12 +44,13 @@ SIZES = {
 }
 
 
-def build(family: str, tied: bool) -> nnx.Module:
+def build(family: str, tied: bool, **settings) -> nnx.Module:
     config_class, model_class = {
         "qwen3": (qwen3.ModelConfig, qwen3.Qwen3),
         "qwen2": (qwen2.ModelConfig, qwen2.Qwen2),
     }[family]
-    return model_class(config_class(**SIZES, use_tied_embedding=tied), rngs=nnx.Rngs(5))
+    config = config_class(**SIZES, use_tied_embedding=tied, **settings)
+    return model_class(config, rngs=nnx.Rngs(5))
 
 
 def causal_mask(tokens: int) -> jax.Array:
@@ -137,6 +138,22 @@ def test_streamed_training_equals_training_of_the_module(family, tied, devices, 
     assert held.keys() == parameters.keys()
     for name, values in parameters.items():
         np.testing.assert_array_equal(held[name], values)
+
+
+@pytest.mark.parametrize(
+    ("family", "remat"),
+    [
+        ("qwen3", qwen3.RematConfig.BLOCK),
+        pytest.param("qwen3", qwen3.RematConfig.DECODER, marks=pytest.mark.thorough),
+        pytest.param("qwen2", qwen2.RematConfig.BLOCK, marks=pytest.mark.thorough),
+    ],
+)
+def test_its_own_setting_to_recompute(family, remat, reference):
+    """Its layers then call nnx.remat."""
+    adapted = adapt(build(family, True, remat_config=remat))
+    batches = token_batches(VOCAB, ROWS, TOKENS, STEPS)
+    losses, parameters = train(adapted, batches, devices=2, layers=2)
+    assert_equal_training(losses, parameters, *reference(family, True))
 
 
 def write_hf_folder(folder: pathlib.Path) -> dict[str, np.ndarray]:

@@ -7,7 +7,6 @@ import pytest
 
 from slidedp_jax.errors import UserError
 from slidedp_jax.run.arguments import (
-    _ALIASES,
     FIELDS,
     TrainArguments,
     convert,
@@ -150,10 +149,6 @@ def test_unknown_names_get_the_right_one(from_file, key, hint):
         parse_arguments([*NEEDED, f"--{key}", "1"])
 
 
-def test_aliases_point_at_settings_that_exist():
-    assert set(_ALIASES.values()) <= set(FIELDS) and not set(_ALIASES) & set(FIELDS)
-
-
 def test_files_that_are_not_settings(from_file, tmp_path):
     with pytest.raises(UserError, match="optimizer"):
         from_file("optimizer:\n  learning_rate: 1e-3\n")
@@ -188,6 +183,9 @@ def test_help_lists_everything_and_errors_exit_with_two(capsys):
     printed = capsys.readouterr().out
     assert printed.strip() == help_text().strip()
     assert all(f"--{name} " in printed for name in FIELDS)
+    lines = {line.split()[0]: line for line in printed.splitlines() if line.startswith("  --")}
+    for name, hint in typing.get_type_hints(TrainArguments).items():
+        assert all(choice in lines[f"--{name}"] for choice in choices_of(hint)), name
     assert main([*NEEDED, "--weigth_decay", "0.1"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and "weight_decay" in error

@@ -212,7 +212,7 @@ def test_the_rows_for_evaluation_are_reported_like_those_for_training(inputs, tm
         f"data     {held_out}",
         "4 rows in, 2 kept, 2 dropped, 1 truncated",
         "1 dropped: malformed",
-        "1 dropped: nothing to learn",
+        "1 dropped: conversations without an assistant message",
         f"skipped  {held_out}:2: `messages` must be a list",
         f"note     {held_out}: the reasoning of 1 of 1 assistant messages",
     ):

@@ -277,9 +277,21 @@ def test_fewer_rows_than_a_step_names_the_numbers():
     with pytest.raises(UserError, match=message):
         source.require_whole_step()
     packed = source_of(lengths=[5, 6, 7], rows=size, packing=True)
-    with pytest.raises(UserError, match=r"1 rows \(packed from 3 examples\)"):
+    with pytest.raises(UserError, match=r"1 row \(packed from 3 examples\)"):
         packed.require_whole_step()
     source_of(lengths=[5] * 16, rows=size).require_whole_step()
+
+
+def test_fewer_rows_than_a_step_names_those_that_were_dropped(load):
+    rows = [{"text": "abc"}] * 6 + [{"input_ids": [1, 2], "labels": [-100, -100]}] * 2
+    examples, report = load(rows)
+    source = BatchSource(examples, max_seq_length=512, step_size=8)
+    with pytest.raises(UserError, match=r"8 rows in the files were dropped: 2 nothing to learn in"):
+        source.require_whole_step(report)
+    examples, report = load(rows[:6])
+    source = BatchSource(examples, max_seq_length=512, step_size=8)
+    with pytest.raises(UserError, match=r"or give more rows\.$"):
+        source.require_whole_step(report)
 
 
 @pytest.mark.parametrize("packing", [False, True])

@@ -137,6 +137,41 @@ def test_other_keys_of_a_turn_are_kept():
     }
 
 
+def test_a_content_of_text_parts_is_their_text():
+    parts = [
+        {"type": "text", "text": "a ", "image_url": None},
+        {"type": "output_text", "text": "b", "annotations": []},
+    ]
+    assert messages_of(messages=[USER, {"role": "assistant", "content": parts}])[1] == {
+        "role": "assistant",
+        "content": "a b",
+    }
+    assert messages_of(**sharegpt(("gpt", parts)))[1]["content"] == "a b"
+    assert messages_of(prompt=[USER | {"content": parts}], completion=[USER])[0]["content"] == "a b"
+    called = {"role": "assistant", "content": [], "tool_calls": [CALL]}
+    assert messages_of(messages=[called])[0]["content"] == ""
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"type": "image_url", "image_url": {"url": "u"}}, r"\.type` is 'image_url'; .* only text"),
+        (
+            {"type": "thinking", "thinking": "t"},
+            r"\.type` is 'thinking'; .* belongs in `reasoning_content`",
+        ),
+        ({"text": "b"}, r"\.type` is None; "),
+        ({"type": "text"}, r"\.text` must be a string, got null"),
+        ({"type": "text", "text": 3}, r"\.text` must be a string, got int"),
+        ("b", r"` must be an object with type and text, got str"),
+    ],
+)
+def test_parts_that_are_not_text_are_named(part, message):
+    said = {"role": "user", "content": [{"type": "text", "text": "a"}, part]}
+    with pytest.raises(RowError, match=r"f:1: `messages\[0\].content\[1\]" + message):
+        row_of(messages=[said])
+
+
 def test_either_form_of_a_turn_in_either_field():
     turns = [{"from": "human", "value": "q"}, {"role": None, "from": "gpt", "value": "a"}]
     expected = [USER, {"role": "assistant", "content": "a"}]

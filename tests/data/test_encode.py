@@ -101,7 +101,7 @@ def test_an_answer_that_shares_its_first_token_gets_a_note(load, tmp_path):
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "\n\na"}]
     examples, report = load([{"messages": turns}], folder=folder)
     assert learnt_text(examples, load_tokenizer(folder), 0) == "\na<|im_end|>"
-    assert ": 1 answers share their first token" in report.notes[0]
+    assert ": 1 answer shares its first token" in report.notes[0]
 
 
 # Notes.
@@ -120,12 +120,12 @@ def test_notes_are_counted_by_file_and_kind(tokenizer_folder, write_rows):
     assert report.notes == (
         f"{paths[0]}: the reasoning of 2 of 2 assistant messages {unprinted}",
         f"{paths[0]}: 2 rows give the chat template 'mood', which it does not read",
-        f"{paths[1]}: `text` beside `messages` is not read (1 rows)",
+        f"{paths[1]}: `text` beside `messages` is not read (1 row)",
         f"{paths[1]}: the reasoning of 2 of 2 assistant messages {unprinted}",
         f"{paths[1]}: the tool definitions of 1 of 1 conversations do not occur in what the chat "
         "template prints; the model does not see them",
-        f"{paths[1]}: 1 rows give the chat template 'mood', which it does not read",
-        f"{paths[1]}: `labels` beside `text` is not read (1 rows)",
+        f"{paths[1]}: 1 row gives the chat template 'mood', which it does not read",
+        f"{paths[1]}: `labels` beside `text` is not read (1 row)",
     )
     assert f"note     {report.notes[0]}" in str(report)
 

@@ -63,7 +63,7 @@ def test_loss_on_the_last_answer_obeys_its_flag_and_needs_an_answer(load):
     rows = [[question, said], [question, said, question, said | {"train": False}], [question]]
     examples, report = load([{"messages": m} for m in rows], loss_on="completion")
     assert examples.row_ids.tolist() == [0]
-    assert report.dropped == {"no_supervised_tokens": 2}
+    assert report.dropped == {"no_supervised_tokens": 1, "no_assistant_message": 1}
 
 
 def test_completion_rows(load, tokenizer_folder):
@@ -92,7 +92,7 @@ def test_a_prompt_is_tokenised_as_it_will_be_when_used(load, tmp_path):
         IM_END,
     ]
     assert len(tokenizer.encode("xab")) == 2
-    assert "tokenised apart (1 rows)" in report.notes[0]
+    assert "tokenised apart (1 row)" in report.notes[0]
 
 
 def test_markers_without_the_closing_token_get_a_note(load, tmp_path):
@@ -224,7 +224,13 @@ def test_length_policies_agree_with_a_hand_count(load):
             {0: 40, 0.1: 40, 0.5: 40, 0.9: 160, 0.99: 160, 1: 160},
         )
     text = str(report)
-    for part in ("60 rows in", "70 examples", "longest: 160 tokens", "rows.jsonl:1", "max 160"):
+    for part in (
+        "60 rows in",
+        "70 examples",
+        "longest: 160 tokens",
+        "rows.jsonl:1",
+        "p50 40, p90 160, p99 160",
+    ):
         assert part in text
 
 
@@ -276,9 +282,28 @@ def test_rows_without_anything_to_learn_are_counted(load):
         {"text": "abc"},
     ]
     examples, report = load(rows)
-    assert report.dropped == {"no_supervised_tokens": 4, "empty": 1}
+    assert report.dropped == {"no_supervised_tokens": 3, "no_assistant_message": 1, "empty": 1}
     assert report.rows_in == report.rows_kept + report.rows_dropped
     assert len(examples) == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "message"),
+    [
+        (
+            {"messages": [{"role": "user", "content": "q"}]},
+            {},
+            r"1 conversations without an assistant message .*; give what the assistant answers, or",
+        ),
+        ({"input_ids": [1, 2], "labels": [-100, -100]}, {}, r"; check loss_on, and what the rows"),
+        ({"prompt": "p" * 99, "completion": "c"}, {"max_seq_length": 9}, r"\(truncation_keep;"),
+        ({"text": "a" * 99}, {"max_seq_length": 9, "over_long": "drop"}, r"over_long to truncate$"),
+        ({"text": 1}, {"skip_bad_rows": True}, r"1 malformed .*mend the rows.*:1: `text` must be"),
+    ],
+)
+def test_where_nothing_is_left_the_message_says_what_would_help(load, row, settings, message):
+    with pytest.raises(UserError, match=r"none of the 1 row of .*rows\.jsonl.*" + message):
+        load([row], **settings)
 
 
 def test_ids_beyond_the_vocabulary_name_row_and_token(load):

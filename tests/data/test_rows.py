@@ -7,6 +7,7 @@ import json
 import pytest
 
 from slidedp_jax.data.records import RowError, read_records
+from slidedp_jax.data.remarks import Remarks
 from slidedp_jax.data.rows import ChatRow, CompletionRow, TextRow, TokenRow, parse_row
 from slidedp_jax.errors import UserError
 
@@ -187,16 +188,18 @@ def test_what_a_row_of_its_kind_does_not_read_is_remarked(write_rows, fields, un
 def test_unread_columns_are_named_as_in_the_file(write_rows):
     fields = {"chat": TURNS, "doc": "t", "text": "no field"}
     remarks = remarks_of(fields, write_rows, {"messages": "chat", "text": "doc"})
-    assert remarks == ["`doc` beside `chat` is not read ({} rows)"]
+    assert remarks == ["`doc` beside `chat` is not read ({} [row|rows])"]
 
 
 def test_messages_that_ask_to_be_learnt_and_are_not_the_assistants(write_rows):
     turns = [USER | {"train": True}, {"role": "assistant", "content": "a", "weight": 1}]
     row = row_of({"messages": turns}, write_rows)
     assert row.train == (False, True)
-    assert [remark.text for remark in row.remarks] == [
-        "{} messages that are not the assistant's ask to be learnt; they are not"
-    ]
+    (remark,) = row.remarks
+    notes = Remarks()
+    notes.add("f", row.remarks)
+    said = "that is not the assistant's asks to be learnt and is not"
+    assert remark.count == 1 and notes.lines() == (f"f: 1 message {said}",)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +273,10 @@ def test_columns_map_names(write_rows):
         ({"messages": []}, r"`messages` must be a list of at least one message, got an empty list"),
         ({"messages": [{"role": "user", "content": None}]}, r"`messages\[0\].content` is missing"),
         ({"messages": [USER, {"role": "bot", "content": ""}]}, r"`messages\[1\].role` is 'bot'"),
-        ({"messages": [{"role": "user", "content": []}]}, r"`messages\[0\].content` must be a str"),
+        (
+            {"messages": [{"role": "user", "content": []}]},
+            r"`messages\[0\].content` is an empty list",
+        ),
         ({"messages": ["hi"]}, r"`messages\[0\]` must be an object"),
         ({"messages": [USER | {"train": "no"}]}, r"`messages\[0\].train`"),
         ({"prompt": "a"}, "`completion` is missing"),
@@ -318,6 +324,14 @@ def test_malformed_line_has_the_parsers_message(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "a"}\n{"text": }\n')
     with pytest.raises(RowError, match=r"rows\.jsonl:2: not valid JSON: Expecting value at column"):
+        rows_of(path)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_a_parsers_message_that_ends_in_at(tmp_path, name):
+    path = tmp_path / name
+    path.write_text('[{"text": "a}]' if name == "rows.json" else '{"text": "a}\n')
+    with pytest.raises(UserError, match=r"Unterminated string starting at column \d+$"):
         rows_of(path)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import plain_model
 
 from slidedp_jax.models.attention import attend, device_target, resolve_attention, row_layout
-from slidedp_jax.step.batch import document_offsets
+from slidedp_jax.models.batch_arrays import document_offsets
 
 NUM_TOKENS, HEADS, KV_HEADS, HEAD_DIM = 256, 8, 2, 64
 

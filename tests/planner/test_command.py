@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from slidedp_jax.planner.command import main
+from slidedp_jax.planner.command_line import _parser
 
 ROOT = Path(__file__).parents[2]
 JOB = ["--preset", "qwen3-4b", "--hardware", "h200", "--tokens_per_step", "32768"]
@@ -55,6 +56,10 @@ def test_text_has_every_part(capsys):
         "next best",
         "36,000,000 tokens:",
         "cost ",
+        "host: 16 cores, 128.00 GiB, 52 GB/s to each GPU and back (assumed; --host_cores, "
+        "--host_memory_gib, --link_gb_per_s)",
+        "disk: 142.36 GiB: 3 checkpoints of 44.95 GiB (2 kept, one being written)",
+        "  ten million tokens: 0.",
     ):
         assert part in text
 
@@ -73,13 +78,110 @@ def test_json_agrees_with_itself(capsys):
     assert plan["model"]["num_parameters"] == 4_022_468_096
 
 
+TOO_LARGE = ["--preset", "qwen3-32b", "--hardware", "rtx4090", "--tokens_per_step", "32768"]
+ON_A_SMALL_HOST = ["--preset", "Qwen/Qwen3-8B", "--hardware", "rtx4090"]
+ON_A_SMALL_HOST += ["--tokens_per_step", "16384", "--seq_length", "2048", "--host_memory_gib", "96"]
+
+
 def test_what_does_not_fit_exits_with_1(capsys):
-    code = main(["--preset", "qwen3-32b", "--hardware", "rtx4090", "--tokens_per_step", "32768"])
-    assert code == 1
+    assert main(TOO_LARGE) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "host memory: needs" in captured.err
     assert "has 120.00 GiB" in captured.err
+    assert "(assumed; --host_cores, --host_memory_gib, --link_gb_per_s)" in captured.err
+
+
+def planned(capsys, *arguments):
+    assert main([*arguments, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["fits"] is True
+    return plan
+
+
+def test_what_would_fit_is_named_with_what_it_needs(capsys):
+    assert main(ON_A_SMALL_HOST) == 1
+    error = capsys.readouterr().err
+    assert "--optim lion keeps 4 bytes" in error and "--freeze" in error
+    for name, longer in (("lion", ""), ("adafactor", " or more")):
+        plan = planned(capsys, *ON_A_SMALL_HOST, "--optim", name)
+        need = plan["chosen"]["memory"]["host_bytes"] / 2**30
+        line = f"- --optim {name} fits: it needs {need:.2f} GiB of host memory, "
+        assert f"{line}{plan['chosen']['time']['step_s']:.2f} s{longer} a step.\n" in error
+
+
+def test_where_no_optimizer_helps_its_need_is_said(capsys):
+    assert main([*ON_A_SMALL_HOST[:-1], "40", "--optim", "lion"]) == 1
+    error = capsys.readouterr().err
+    assert "--optim adafactor still needs " in error and "--optim lion still" not in error
+    assert main([*ON_A_SMALL_HOST, "--optimizer_state_bytes", "9"]) == 1  # none is named
+    assert "Also tried" not in capsys.readouterr().err
+
+
+def test_fewer_rows_that_fit_the_devices_are_named(capsys):
+    job = ["--preset", "qwen3-8b", "--hardware", "rtx4090", "--host_memory_gib", "500"]
+    assert main([*job, "--tokens_per_step", "131072"]) == 1
+    error = capsys.readouterr().err
+    plan = planned(capsys, *job, "--tokens_per_step", str(16 * 4096))
+    need = plan["chosen"]["memory"]["device_bytes"] / 2**30
+    assert f"- a step of 16 rows of 4,096 tokens fits: {need:.2f} GiB of each device" in error
+    assert main([*job, "--tokens_per_step", "131072", "--device_memory_gib", "9"]) == 1
+    assert "- a step of 1 row of 4,096 tokens still needs " in capsys.readouterr().err
+
+
+def test_json_also_of_what_does_not_fit(capsys):
+    assert main([*ON_A_SMALL_HOST, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] is False and found["assumed"] == [
+        "host_cores",
+        "link_gb_per_s",
+        "device_memory_gib",
+    ]
+    (limit,) = found["limits"]
+    assert (
+        limit["name"] == "host memory" and limit["need_bytes"] > limit["have_bytes"] == 96 * 2**30
+    )
+    assert [way.split()[1] for way in found["ways_out"]] == ["lion", "adafactor"]
+    assert "does not fit" in found["message"]
+
+
+def test_optimizers_by_name_keep_what_they_keep(capsys):
+    def kept(*extra):
+        plan = planned(capsys, *JOB, "--no-resident_state", *extra)
+        assert plan["disk"]["checkpoint_bytes"] == pytest.approx(
+            (4 + plan["optimizer_state_bytes"]) * plan["model"]["num_parameters"]
+        )
+        return plan["optimizer_state_bytes"]
+
+    assert kept() == kept("--optim", "adamw") == 8
+    assert kept("--optim", "lion") == kept("--optim", "sgd") == 4
+    assert kept("--optim", "adafactor") < 0.01 and 4 < kept("--optim", "muon") < 5
+    assert kept("--optim", "lion", "--ema_decay", "0.999") == 8
+    embedding = 151_936 * 2560
+    frozen = kept("--freeze", "model.embed_tokens.*")
+    assert frozen == pytest.approx(8 * (1 - embedding / 4_022_468_096))
+
+
+def test_frozen_parameters_and_whole_matrices_are_noted(capsys):
+    assert main([*JOB, "--freeze", "model.embed_tokens.*", "--optim", "muon"]) == 0
+    text = capsys.readouterr().out
+    assert "note: 1 parameter array frozen, 3.63B of 4.02B parameters trained" in text
+    assert "note: muon updates whole matrices on the host" in text
+
+
+def test_what_is_stated_is_not_assumed(capsys):
+    plan = planned(capsys, *JOB, "--host_cores", "8", "--link_gb_per_s", "12.5")
+    assert plan["assumed"] == ["host_memory_gib", "device_memory_gib"]
+    slower = plan["chosen"]["time"]["step_s"]
+    assert slower > planned(capsys, *JOB)["chosen"]["time"]["step_s"]
+    assert main([*JOB, "--host_cores", "8"]) == 0
+    assert "host: 8 cores, " in capsys.readouterr().out
+
+
+def test_one_row_is_one(capsys):
+    job = ["--preset", "qwen3-0.6b", "--hardware", "h200", "--tokens_per_step", "4096"]
+    assert main(job) == 0
+    assert "qwen3-0.6b, 1 row x 4096 = 4,096 tokens per step" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -89,9 +191,21 @@ def test_what_does_not_fit_exits_with_1(capsys):
         ([*JOB, "--seq_length", "1000"], "must be a multiple of --seq_length 1000"),
         ([*JOB, "--document_length", "5000"], "between 1 and --seq_length 4096"),
         ([*JOB, "--host_memory_gib", "lots"], "give a number above 0, or 'here'"),
-        ([*JOB, "--host_memory_gib", "-1"], "give a number above 0, or 'here'"),
+        ([*JOB, "--host_memory_gib", "-1"], "--host_memory_gib is -1.0; give a number above 0"),
+        ([*JOB, "--host_cores", "0"], "--host_cores is 0; give a number above 0"),
         ([*JOB, "--num_devices", "0"], "at least one"),
         ([*JOB, "--max_grad_norm", "-1"], "use 0 for none"),
+        ([*JOB, "--tokens_per_step", "0"], "must be a multiple of --seq_length"),
+        ([*JOB, "--hardware", "rtx5090"], "No hardware preset is named 'rtx5090'"),
+        ([*JOB, "--freeze", "nothing.*"], "no parameter is called 'nothing.*'"),
+        ([*JOB, "--ema_decay", "1"], "between 0 and 1"),
+        ([*JOB, "--save_total_limit", "0"], "save_total_limit is 0"),
+        ([*JOB, "--optimizer_state_bytes", "-1"], "--optimizer_state_bytes is -1.0"),
+        ([*JOB, "--optim", "muon", "--resident_state"], "not for --optim muon"),
+        ([*JOB, "--freeze", "model.norm.*", "--resident_state"], "not for --freeze"),
+        ([*JOB, "--total_tokens", "0"], "--total_tokens is 0"),
+        ([*JOB, "--price_per_device_hour", "2"], "needs --total_tokens"),
+        (["--model_name_or_path", "no/where", *JOB[2:]], "There is no folder no/where here."),
     ],
 )
 def test_wrong_commands_exit_with_2(arguments, message, capsys):
@@ -122,7 +236,7 @@ FOLDER_JOB = ["--hardware", "h200", "--tokens_per_step", "8192", "--json"]
 def _plan_of_folder(folder, config, capsys):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    assert main(["--model_config", str(folder), *FOLDER_JOB]) == 0
+    assert main(["--model_name_or_path", str(folder), *FOLDER_JOB]) == 0
     by_folder = json.loads(capsys.readouterr().out)
     assert main(["--model_config", str(folder / "config.json"), *FOLDER_JOB]) == 0
     assert json.loads(capsys.readouterr().out) == by_folder
@@ -149,10 +263,28 @@ def test_a_folder_without_config_exits_with_2(tmp_path, capsys):
     assert "config.json does not exist" in capsys.readouterr().err
 
 
-def test_unknown_flags_are_errors():
-    with pytest.raises(SystemExit) as caught:
-        main([*JOB, "--num_device", "2"])
-    assert caught.value.code == 2
+def test_unknown_flags_are_errors_of_one_line(capsys):
+    for words, message in (
+        (["--num_device", "2"], "unknown flag --num_device; did you mean --num_devices"),
+        (["--num_device=2"], "unknown flag --num_device; did you mean --num_devices"),
+        (["more"], "unknown word more"),
+        (["--compute_dtype", "int4"], "argument --compute_dtype/--dtype: invalid choice: 'int4'"),
+        (["--optim", "lion", "--optimizer_state_bytes", "4"], "not allowed with argument --optim"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            main([*JOB, *words])
+        assert caught.value.code == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: {message}") or message in error
+        assert error.count("\n") == 1 and "`python -m planner --help` lists" in error
+
+
+def test_every_flag_has_a_help_and_the_name_of_the_command_is_its_own(capsys):
+    parser = _parser("x plan")
+    assert all(action.help for action in parser._actions)
+    with pytest.raises(SystemExit):
+        main(["--help"], prog="slidedp plan")
+    assert capsys.readouterr().out.startswith("usage: slidedp plan ")
 
 
 def test_this_machines_memory(capsys):

@@ -12,7 +12,8 @@ from plain_training import initial_parameters, random_batch
 from streamed_training import small_config, strategy, train, trainer
 
 from slidedp_jax import UserError
-from slidedp_jax.step.batch import document_offsets, prepare, shift_labels
+from slidedp_jax.models.batch_arrays import document_offsets, shift_labels
+from slidedp_jax.step.batch import prepare
 from slidedp_jax.step.pipeline import Pipeline
 
 VOCAB = 97

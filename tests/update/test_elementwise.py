@@ -266,12 +266,6 @@ REFUSED = {
         lambda rate: optax.apply_if_finite(optax.adamw(rate), 3),
         "on_nonfinite='skip'",
     ),
-    "multi_steps": (
-        lambda rate: optax.MultiSteps(optax.adamw(rate), 2).gradient_transformation(),
-        "microbatches",
-    ),
-    "novograd": (optax.novograd, "one `lax.cond`, as novograd does"),
-    "sm3": (optax.sm3, r"a list of arrays for .*\['.*'\]\[0\]"),
     "add_noise": (
         lambda rate: optax.chain(optax.add_noise(0.1, 0.5, key=0), optax.sgd(rate)),
         "a random key in its state",

@@ -1,0 +1,138 @@
+"""A preset of a machine, with what the user says about it in place of what is assumed."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from slidedp_jax.planner.hardware import (
+    GIB,
+    HOST_UPDATE_GROWTH,
+    PRESETS,
+    HardwareProfile,
+    LinkRate,
+    preset_of_kind,
+    size_text,
+)
+from slidedp_jax.planner.process_limits import usable_device_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stated:
+    """What is known of a machine; None: as the preset has it.
+
+    Attributes:
+      host_cores: cores that the job may use.
+      host_memory_gib: host memory in GiB.
+      link_gb_per_s: 1e9 bytes per second of large copies to one GPU, and as many back.
+      device_memory_gib: memory of one GPU in GiB.
+    """
+
+    host_cores: int | None = None
+    host_memory_gib: float | None = None
+    link_gb_per_s: float | None = None
+    device_memory_gib: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ValueError(f"--{name} is {value}; give a number above 0.")
+
+    @property
+    def names(self) -> set[str]:
+        """Names of what is known."""
+        return {name for name in self.__dataclass_fields__ if getattr(self, name) is not None}
+
+
+_OF_THE_HOST = ("host_cores", "host_memory_gib", "link_gb_per_s")
+
+
+def machine(name: str, num_devices: int, stated: Stated) -> HardwareProfile:
+    """A preset grown to a number of GPUs, with what is stated.
+
+    Fewer cores than the preset has update parameters in proportion, which is the worst case; more
+    are worth as much as measured (`HOST_UPDATE_GROWTH`). Another link keeps the shape of the
+    preset's over the size of copies, and what goes through the host scales with it.
+
+    Args:
+      name: of a preset, or as its maker or JAX spells the device.
+      num_devices: GPUs of the job.
+      stated: what is known, of the whole host.
+
+    Raises:
+      ValueError: there is no such preset; the nearest ones are given.
+    """
+    profile = PRESETS[_preset_name(name)].with_devices(num_devices)
+    if stated.host_cores is not None:
+        share = stated.host_cores / profile.num_host_cores
+        profile = replace(
+            profile,
+            num_host_cores=stated.host_cores,
+            host_update_params_per_s=profile.host_update_params_per_s
+            * (share if share < 1 else share**HOST_UPDATE_GROWTH),
+        )
+    if stated.host_memory_gib is not None:
+        profile = replace(profile, host_memory_bytes=stated.host_memory_gib * GIB)
+    if stated.device_memory_gib is not None:
+        usable = usable_device_bytes(stated.device_memory_gib * GIB, profile.device_reserve_bytes)
+        profile = replace(profile, device_memory_bytes=usable)
+    if stated.link_gb_per_s is not None:
+        profile = _with_link(profile, stated.link_gb_per_s * 1e9)
+    return profile
+
+
+def host_line(hardware: HardwareProfile, assumed: Collection[str] = ()) -> str:
+    """The host that a plan is for, and which flags say otherwise.
+
+    Args:
+      hardware: the machine.
+      assumed: attributes of `Stated` that nobody has stated.
+    """
+    parts = [f"{hardware.num_host_cores} cores", size_text(hardware.host_memory_bytes)]
+    if not hardware.unified_memory:
+        rate = hardware.h2d.points[-1][1] / 1e9
+        parts.append(f"{rate:.0f} GB/s to each GPU and back")
+    flags = [f"--{name}" for name in _OF_THE_HOST if name in assumed]
+    end = f" (assumed; {', '.join(flags)})" if flags else ""
+    return f"host: {', '.join(parts)}{end}"
+
+
+def _with_link(profile: HardwareProfile, bytes_per_s: float) -> HardwareProfile:
+    through_host = profile.gather_bytes_per_s < profile.h2d.points[-1][1]
+    faster = bytes_per_s / profile.h2d.points[-1][1]
+
+    def scaled(link: LinkRate) -> LinkRate:
+        return LinkRate(points=tuple((size, rate * faster) for size, rate in link.points))
+
+    return replace(
+        profile,
+        h2d=scaled(profile.h2d),
+        d2h=scaled(profile.d2h),
+        duplex_bytes_per_s=profile.duplex_bytes_per_s * faster,
+        gather_bytes_per_s=profile.gather_bytes_per_s * (faster if through_host else 1),
+    )
+
+
+def _preset_name(name: str) -> str:
+    if (own := preset_of_kind(name)) is not None:
+        return own.name
+    found = {_letters(preset): preset for preset in PRESETS}
+    if _letters(name) in found:
+        return found[_letters(name)]
+    near = [found[key] for key in difflib.get_close_matches(_letters(name), found, n=2, cutoff=0.5)]
+    hint = ""
+    if near:
+        hint = (
+            f" The nearest by name: {', '.join(near)}; with --device_memory_gib, --host_cores and "
+            "--link_gb_per_s one of them may do as a first guess."
+        )
+    raise ValueError(
+        f"No hardware preset is named {name!r}; known: {', '.join(sorted(PRESETS))}.{hint}"
+    )
+
+
+def _letters(name: str) -> str:
+    return re.sub("nvidia|geforce|[^a-z0-9]", "", name.lower())

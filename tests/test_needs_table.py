@@ -1,0 +1,50 @@
+"""The README's table of what models need is what the planner says."""
+
+import math
+import runpy
+from pathlib import Path
+
+import pytest
+
+from slidedp_jax.planner.hardware import GIB, PRESETS
+from slidedp_jax.planner.stated_machine import Stated, machine
+
+ROOT = Path(__file__).resolve().parent.parent
+MADE = runpy.run_path(str(ROOT / "scripts" / "make" / "make_needs_table.py"))
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_one_model_of_the_table():
+    head, rule, row = MADE["table"](["Qwen3-8B"])
+    lines = README.splitlines()
+    assert row in lines
+    assert lines[lines.index(head) + 1] == rule
+
+
+@pytest.mark.thorough
+def test_the_whole_table():
+    assert MADE["with_table"](README, MADE["table"]()) == README
+
+
+def test_the_smallest_gpu_is_the_smallest():
+    """On a card of that size the step fits, on one a gibibyte smaller not."""
+    size = MADE["smallest_gpu_gib"]("qwen3-8b")
+
+    def fits(gib):
+        card = machine("rtx4090", 1, Stated(device_memory_gib=gib))
+        try:
+            return MADE["planned"]("qwen3-8b", card, 4096)
+        except MADE["PlanError"]:
+            return None
+
+    assert fits(size) is not None and fits(size - 1) is None
+
+
+def test_what_does_not_fit_has_no_figures():
+    assert MADE["cell"]("qwen2.5-72b", PRESETS["rtx4090"]) is None
+    assert str(MADE["Cell"](hours=1.61, host_gib=1234.5, tokens_per_device=32768)) == (
+        "97 min, 1,234 GiB"
+    )
+    assert str(MADE["Cell"](hours=2.0, host_gib=9.6, tokens_per_device=8192)) == "2.0 h*, 10 GiB"
+    assert MADE["disk_gib"]("qwen3-8b") == pytest.approx(38 * 8_190_735_360 / GIB)
+    assert math.isclose(MADE["host_gib"]("tiny", "adamw"), 6.0, rel_tol=0.01)
