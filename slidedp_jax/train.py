@@ -60,6 +60,7 @@ def train(args: TrainArguments) -> int:
 
 
 def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int) -> int:
+    from slidedp_jax.run.batch_size import batch_notes, with_batch_size
     from slidedp_jax.run.checks import (
         check_attention,
         load_inputs,
@@ -74,11 +75,14 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int) -> int:
 
     inputs = load_inputs(args, num_devices)
     resumed, notes = resumption(folder.resume_from), list(folder.notes)
+    before = folder.previous if resumed is None else resumed.extra.get(IN_CHECKPOINT)
+    before = before or folder.previous
+    args, inputs, size_notes = with_batch_size(args, inputs, num_devices, before)
+    notes += size_notes
     if resumed is not None:
         inputs = resumed.continued(inputs, args)
         notes += resumed.notes(args, inputs)
-    before = folder.previous if resumed is None else resumed.extra.get(IN_CHECKPOINT)
-    strategy, plan_notes = recorded_strategy(before or folder.previous, args)
+    strategy, plan_notes = recorded_strategy(before, args)
     check_attention(args, inputs)
     notes += [*setting_notes(inputs, args), *plan_notes]
     if args.optim in WHOLE_PARAMETER_OPTIMIZERS:
@@ -89,6 +93,7 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int) -> int:
     if whole:
         print(data_details(inputs))
     plan = make_plan(args, inputs, num_devices, strategy)
+    notes += batch_notes(args, inputs, plan, num_devices)
     print(opening(args, inputs, plan, notes, whole=whole), flush=True)
     if args.dry_run:
         return 0

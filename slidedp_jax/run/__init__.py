@@ -6,6 +6,7 @@
 | `other_tools.py` | settings of other trainers, answered |
 | `data_settings.py` | those of them that say how rows become examples |
 | `checks.py` | what is checked before anything expensive |
+| `batch_size.py` | rows of a step: the planner's choice, and what others would give |
 | `resume.py` | going on with a run: how much is left, what has changed, by which plan |
 | `folder.py`, `record.py`, `replaced.py`, `lock.py` | the output folder |
 | `loop.py` | one run with everything checked |
