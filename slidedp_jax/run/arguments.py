@@ -271,9 +271,10 @@ def convert(name: str, value: Any) -> Any:
             return None
         hint = next(option for option in options if option is not type(None))
     elif is_union:  # a number, or words that stand for one
+        value = _scalar(name, value)
         words = next(typing.get_args(o) for o in options if typing.get_origin(o) is Literal)
-        if _scalar(name, value) in words:
-            return _scalar(name, value)
+        if isinstance(value, str) and not value[:1].isdecimal() and value[:1] not in ("-", "."):
+            return _choice(name, value, (*words, "a number"))
         hint = next(option for option in options if typing.get_origin(option) is not Literal)
     origin = typing.get_origin(hint)
     if origin is list:

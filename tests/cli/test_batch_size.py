@@ -90,7 +90,7 @@ def test_what_auto_has_found_is_recorded_and_obeyed(inputs, tmp_path, capsys, mo
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("many", "per_device_train_batch_size is 'many'; a number is expected"),
+        ("many", "per_device_train_batch_size is 'many'; it can be auto, a number"),
         ("0", "per_device_train_batch_size is 0; it must be at least 1, or auto"),
         ("1.5", "a whole number is expected"),
     ],
