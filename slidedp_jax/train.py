@@ -57,10 +57,11 @@ def train(args: TrainArguments) -> int:
     try:
         return _train_in(folder, args, num_devices)
     finally:
-        folder.lock.release()
+        folder.close()
 
 
 def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int) -> int:
+    from slidedp_jax.run.changes import data_may_change
     from slidedp_jax.run.checks import (
         check_attention,
         epochs_note,
@@ -69,18 +70,26 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int) -> int:
         make_plan,
         setting_notes,
     )
+    from slidedp_jax.run.disk import disk_of_run
     from slidedp_jax.run.loop import Run, StopAtSignal
     from slidedp_jax.run.out_of_memory import explained
     from slidedp_jax.run.record import IN_CHECKPOINT
     from slidedp_jax.run.resume import recorded_strategy, resumption
+    from slidedp_jax.run.same_inputs import check_same
 
-    inputs = load_inputs(args, num_devices)
+    started = folder.started
+    inputs = load_inputs(args, num_devices, started)
     resumed, notes = resumption(folder.resume_from), list(folder.notes)
+    other_data = resumed is not None and resumed.other_data(inputs)
     if resumed is not None:
         inputs = resumed.continued(inputs, args)
         notes += resumed.notes(args, inputs)
     before = folder.previous if resumed is None else resumed.extra.get(IN_CHECKPOINT)
-    strategy, plan_notes = recorded_strategy(before or folder.previous, args)
+    before = before or folder.previous
+    check_same((before or {}).get("fingerprints"), inputs, other_rows=data_may_change(args))
+    strategy, plan_notes = recorded_strategy(before, args)
+    if other_data and strategy is not None and args.plan_from is None:
+        strategy, plan_notes = None, ["planned anew for other data: the last bits may change"]
     check_attention(args, inputs)
     print(inputs.report)
     if inputs.evaluation_report is not None:
@@ -91,14 +100,19 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int) -> int:
     plan = make_plan(args, inputs, num_devices, strategy)
     if args.freeze:
         print(frozen_note(args, inputs.pretrained.config))
-    print(plan_as_text(plan), flush=True)
+    print(plan_as_text(plan))
+    steps = {"num_steps": inputs.num_steps, "first_step": inputs.first_step}
+    disk = disk_of_run(args, folder, plan, **steps)
+    print(disk)
+    for note in disk.check():
+        print(f"note: {note}")
     if args.optim in WHOLE_PARAMETER_OPTIMIZERS:
         print(f"note: {args.optim} updates whole matrices on the host; steps take longer than that")
     if args.dry_run:
         return 0
     with StopAtSignal() as stop:
         try:
-            return Run(args, folder, inputs, plan, stop).run(resumed)
+            return Run(args, folder, inputs, plan, disk, stop, started).run(resumed)
         except BaseException as error:
             if folder.failed():
                 print("the run that was to be replaced is left as it was", file=sys.stderr)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 import sys
 import threading
@@ -12,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
+
+from slidedp_jax.run.metrics_file import MetricsFile
 
 if TYPE_CHECKING:
     import rich.progress
@@ -39,7 +40,7 @@ class Progress:
         logging_steps: int,
         bar: bool,
     ):
-        self._stream = path.open("a")
+        self._file = MetricsFile(path)
         self._num_steps = num_steps
         self._logging_steps = logging_steps
         self._first = first_step
@@ -70,8 +71,7 @@ class Progress:
             "host_rss_gib": round(self._process.memory_info().rss / 2**30, 3),
             "eta_s": round(elapsed / done * (self._num_steps - record["step"]), 1),
         }
-        self._stream.write(json.dumps(record) + "\n")
-        self._stream.flush()
+        self._file.write(record)
         text = "  ".join(
             f"{name} {record[name]:.4g}" for name in _COLUMNS if record.get(name) is not None
         )
@@ -84,8 +84,7 @@ class Progress:
 
     def write(self, record: dict[str, Any]) -> None:
         """Write a record that is not a step (an evaluation)."""
-        self._stream.write(json.dumps(record) + "\n")
-        self._stream.flush()
+        self._file.write(record)
 
     def say(self, text: str) -> None:
         """Print a line without disturbing the bar."""
@@ -98,7 +97,7 @@ class Progress:
         """End the bar and the file."""
         if self._bar is not None:
             self._bar.stop()
-        self._stream.close()
+        self._file.close()
 
 
 class LoadProgress:
