@@ -144,8 +144,7 @@ def test_a_loss_that_is_bfloat16_in_a_bfloat16_run():
     """The model's own dtype is float32, in which it would go unseen."""
 
     def own_dtype(model, x, batch):
-        logits = model.logits(x)
-        return sum_of_losses(logits, batch["targets"]).astype(logits.dtype)
+        return head_loss(model, x, batch).astype(x.dtype)
 
     refused(
         Hybrid(nnx.Rngs(0)),
