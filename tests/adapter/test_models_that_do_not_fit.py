@@ -148,7 +148,7 @@ def test_a_loss_that_is_bfloat16_in_a_bfloat16_run():
 
     refused(
         Hybrid(nnx.Rngs(0)),
-        r"head_loss returns bfloat16 .*logits.astype\(jnp.float32\)",
+        r"head_loss returns bfloat16 for hidden states in bfloat16.*logits.astype\(jnp.float32\)",
         head_loss=own_dtype,
     )
 
