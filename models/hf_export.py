@@ -63,6 +63,7 @@ def export(
     dtype: str = "bfloat16",
     max_shard_bytes: int = 5_000_000_000,
     chat_template: str | None = None,
+    more_files: Mapping[str, str] | None = None,
 ) -> None:
     """Writes a folder that other tools load.
 
@@ -79,6 +80,7 @@ def export(
       max_shard_bytes: weight files are split so that none holds more tensor bytes than this, unless
         a single tensor does.
       chat_template: Jinja text that replaces the source's template, or None.
+      more_files: name -> text of further files, such as a model card.
 
     Raises:
       FileExistsError: `folder` exists and is not empty.
@@ -86,8 +88,7 @@ def export(
         shape, or a value is not finite in the target dtype. No folder is left behind.
     """
     folder, source_folder = Path(folder).absolute(), Path(source_folder)
-    if dtype not in EXPORT_DTYPES:
-        raise ValueError(f"Export dtype is {dtype!r}; supported: {', '.join(EXPORT_DTYPES)}.")
+    _check_dtype(dtype)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} exists and is not empty; choose another export folder.")
     raw_config = read_json(source_folder / "config.json")
@@ -105,6 +106,8 @@ def export(
             partial, written, lambda name: read(aliases.get(name, name)), dtype, max_shard_bytes
         )
         _copy_files(source_folder, partial, chat_template)
+        for name, text in (more_files or {}).items():
+            _write_bytes(partial / name, text.encode())
         _write_config(source_folder / "config.json", raw_config, partial / "config.json", dtype)
         for directory in [partial, *(path for path in partial.rglob("*") if path.is_dir())]:
             _sync_directory(directory)
@@ -113,6 +116,22 @@ def export(
         shutil.rmtree(partial, ignore_errors=True)
         raise
     _sync_directory(folder.parent)
+
+
+def export_bytes(shapes: Mapping[str, Shape], dtype: str) -> int:
+    """Bytes of the weights of such a folder.
+
+    Raises:
+      ValueError: `dtype` is none of `EXPORT_DTYPES`.
+    """
+    _check_dtype(dtype)
+    num_values = sum(math.prod(shape) for shape in shapes.values())
+    return num_values * int(DTYPES[_SAFETENSORS_NAMES[dtype]].itemsize)
+
+
+def _check_dtype(dtype: str) -> None:
+    if dtype not in EXPORT_DTYPES:
+        raise ValueError(f"Export dtype is {dtype!r}; supported: {', '.join(EXPORT_DTYPES)}.")
 
 
 def _check_shapes(

@@ -2,11 +2,13 @@
 
     python scripts/train_tunix_qwen3.py                                   # tiny, on any machine
     python scripts/train_tunix_qwen3.py --shape 0.6b --tokens 1024 --rows 32 --compare --json F
+    python scripts/train_tunix_qwen3.py --shape 1.7b --remat block --tokens 1024 --rows 32 --compare
 
 Needs google-tunix: `pip install --no-deps -r scripts/tunix_requirements.txt`.
 Tokens are the bytes of the text. With --compare the same process also times, on the same rows and
 the same number of tokens, this project's own decoder of the same shape and plain JAX with optax on
-the same tunix module with everything on the device (fp32 masters, bf16 compute, recomputed layers).
+the same tunix module with everything on the device (fp32 masters, bf16 compute). What that loop
+recomputes is tunix's own `remat_config` if --remat gives one, else each whole layer.
 """
 
 from __future__ import annotations
@@ -58,13 +60,20 @@ def main() -> None:
     slidedp_jax.configure(num_devices=args.devices)
     from tunix.models.qwen3 import model as qwen3
 
-    config = qwen3.ModelConfig(**TINY) if args.shape == "tiny" else qwen3.ModelConfig.qwen3_0p6b()
+    shapes = {
+        "tiny": lambda: qwen3.ModelConfig(**TINY),
+        "0.6b": qwen3.ModelConfig.qwen3_0p6b,
+        "1.7b": qwen3.ModelConfig.qwen3_1p7b,
+    }
+    config = shapes[args.shape]()
     config.dtype = jnp.bfloat16
+    config.remat_config = getattr(qwen3.RematConfig, args.remat.upper())
     report = bench_record.record(
         ("jax", "flax", "optax", "google-tunix"),
         shape=args.shape,
         rows=args.rows,
         tokens_per_row=args.tokens,
+        remat=args.remat,
         device=jax.devices()[0].device_kind,
     )
     with jax.default_device(jax.devices("cpu")[0]):
@@ -170,12 +179,11 @@ def _resident(model: nnx.Module, args: argparse.Namespace) -> dict[str, Any]:
         for index in range(len(module.layers)):
             layer_graph, layer_state = nnx.split(module.layers[index])
 
-            @jax.checkpoint
             def run(layer_state: Any, x: jax.Array, graph: Any = layer_graph) -> Any:
                 at = jnp.broadcast_to(positions, x.shape[:2])
                 return nnx.merge(graph, layer_state)(x, at, None, causal)[1]
 
-            x = run(layer_state, x)
+            x = (run if args.remat != "none" else jax.checkpoint(run))(layer_state, x)
         targets = jnp.pad(rows[:, 1:], ((0, 0), (0, 1)), constant_values=-100)
         return _loss(module, x, targets)
 
@@ -228,7 +236,10 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", choices=("tiny", "0.6b"), default="tiny")
+    parser.add_argument("--shape", choices=("tiny", "0.6b", "1.7b"), default="tiny")
+    parser.add_argument(
+        "--remat", choices=("none", "block", "decoder"), default="none", help="tunix's own setting"
+    )
     parser.add_argument("--rows", type=int, default=8, help="rows of a step")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of a row")
     parser.add_argument("--steps", type=int, default=10)

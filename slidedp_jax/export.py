@@ -9,14 +9,15 @@ import argparse
 import dataclasses
 import pathlib
 import sys
-from collections.abc import Sequence
-from typing import get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
 
 import numpy as np
 
+from slidedp_jax.disk_room import writing
 from slidedp_jax.errors import UserError
 from slidedp_jax.models.hf_config import read_config
-from slidedp_jax.models.hf_export import export
+from slidedp_jax.models.hf_export import export, export_bytes
 from slidedp_jax.models.hf_hub import resolve_model_folder
 from slidedp_jax.process import configure
 from slidedp_jax.state.weight_rounding import Rounding
@@ -79,7 +80,10 @@ def export_checkpoint(
     from slidedp_jax.checkpoint.record import check_configuration, read_record, recorded_rounding
     from slidedp_jax.checkpoint.save_restore import list_steps, read_parameter_arrays
     from slidedp_jax.models.decoder import build
-    from slidedp_jax.run.record import read_run
+    from slidedp_jax.run.export import weights_text
+    from slidedp_jax.run.model_card import NAME, model_card
+    from slidedp_jax.run.record import IN_CHECKPOINT, read_run
+    from slidedp_jax.run.same_inputs import base_model_name
     from slidedp_jax.state.split_float import rounded
 
     if rounding == "dither" and dtype != "bfloat16":
@@ -99,6 +103,7 @@ def export_checkpoint(
     record = read_record(checkpoint)
     if record["ema_decay"] is None and averaged:
         raise UserError(f"{checkpoint} holds no moving average; train with --ema_decay 0.999")
+    previous = None
     if source is None:
         previous, _ = read_run(root, checkpoint)
         if previous is None:
@@ -118,8 +123,42 @@ def export_checkpoint(
         values = loaded[name]
         return rounded(values, own, name) if dtype == "bfloat16" else values
 
-    export(output, folder, config.parameter_shapes(), read, dtype=dtype)
-    return f"{dtype}, rounded {own.text}" if dtype == "bfloat16" else dtype
+    how = f"{dtype}, rounded {own.text}" if dtype == "bfloat16" else dtype
+    run = {"base_model": base_model_name(source), "versions": record.get("versions")}
+    run |= {name: value for name, value in (previous or {}).items() if value is not None}
+    run |= record["extra"].get(IN_CHECKPOINT) or {}
+    card = model_card(
+        run,
+        step=record["step"],
+        weights=weights_text(how, record["ema_decay"] if averaged else None),
+        tokens_seen=record["extra"].get("tokens_seen"),
+    )
+    shapes = config.parameter_shapes()
+    with writing(output, export_bytes(shapes, dtype)):
+        export(
+            output,
+            folder,
+            shapes,
+            read,
+            dtype=dtype,
+            chat_template=_template(run),
+            more_files={NAME: card},
+        )
+    return how
+
+
+def _template(run: Mapping[str, Any]) -> str | None:
+    """The text of the run's own chat template, if it had one."""
+    path = (run.get("arguments") or {}).get("chat_template_path")
+    if run.get("chat_template") is not None or path is None:
+        return run.get("chat_template")
+    try:  # earlier versions kept its path only
+        return pathlib.Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"the run was trained with the chat template {path}, which cannot be read "
+            f"({error.strerror}); put it there again"
+        ) from None
 
 
 if __name__ == "__main__":

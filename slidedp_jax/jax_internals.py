@@ -17,8 +17,10 @@ import functools
 import importlib.metadata
 import importlib.util
 import inspect
+import logging
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -605,10 +607,12 @@ def write_arrays(item: Path, arrays: Any, *, piece_bytes: int, smallest_piece_by
     cuts (`bytes_of_pieces`).
 
     Raises:
-      ValueError, RuntimeError: TensorStore's, with the system's words inside.
+      ValueError, RuntimeError: TensorStore's, with the system's words inside (`system_error_code`).
     """
     import jax
     import orbax.checkpoint as ocp
+
+    _say_failed_writes_once()
 
     def cut(array: np.ndarray) -> ocp.SaveArgs:
         pieces = bytes_of_pieces(array.shape, array.itemsize, piece_bytes)
@@ -616,6 +620,40 @@ def write_arrays(item: Path, arrays: Any, *, piece_bytes: int, smallest_piece_by
 
     save_args = jax.tree.map(cut, arrays)
     _checkpointer().save(item, args=ocp.args.PyTreeSave(arrays, save_args=save_args))
+
+
+def system_error_code(error: BaseException) -> int | None:
+    """The `errno` inside an error of TensorStore's, if it tells one.
+
+    Relies on its text, in which the system's error stands as `os_error_code='28'`.
+    """
+    found = re.search(r"os_error_code='(\d+)'", str(error))
+    return int(found[1]) if found else None
+
+
+@functools.cache
+def _say_failed_writes_once() -> None:
+    """Let a write that fails be told by the exception that `write_arrays` raises, and by no other.
+
+    Orbax's threads log each failed array with its traceback and raise it again; tasks that are
+    given up are logged when they are collected; and what TensorStore still finishes for an event
+    loop that is closed by then ends in a traceback each, printed through `sys.excepthook`, also
+    after the save. A full disk took 400 lines. Relies on their words: under others all of it is
+    printed again, and nothing else changes.
+    """
+    repeated = re.compile(
+        r"_SignalingThread\.run\(\) raised an exception"
+        r"|(?s:Task exception was never retrieved.*coro=<NumpyHandler\.)"
+    )
+    for logger in ("absl", "asyncio"):
+        logging.getLogger(logger).addFilter(lambda record: not repeated.search(record.getMessage()))
+    print_uncaught = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if kind is not RuntimeError or str(error) != "Event loop is closed":
+            print_uncaught(kind, error, trace)
+
+    sys.excepthook = hook
 
 
 def read_arrays(item: Path, specs: Any = None) -> Any:

@@ -10,10 +10,11 @@ Importing this imports no JAX.
 
 from __future__ import annotations
 
+import datetime
 import functools
 import os
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,10 +29,11 @@ from slidedp_jax.data import (
     load_examples,
     load_tokenizer,
 )
+from slidedp_jax.disk_room import writing
 from slidedp_jax.errors import UserError
 from slidedp_jax.models.config import ModelConfig
 from slidedp_jax.models.hf_config import read_config
-from slidedp_jax.models.hf_export import export
+from slidedp_jax.models.hf_export import export, export_bytes
 from slidedp_jax.models.hf_hub import resolve_model_folder
 from slidedp_jax.models.hf_load import check_folder, load_parameters
 from slidedp_jax.state.weight_rounding import Rounding, WeightRounding
@@ -130,6 +132,7 @@ class Pretrained:
         dtype: str = "bfloat16",
         rounding: Rounding | None = None,
         averaged: bool = False,
+        more_files: Mapping[str, str] | None = None,
     ) -> None:
         """Write the trainer's weights as a Hugging Face folder with this one's other files.
 
@@ -140,25 +143,30 @@ class Pretrained:
           rounding: to bfloat16, "dither" or "nearest"; None: the trainer's, which gives the very
             weights that a forward pass in bfloat16 uses.
           averaged: the moving averages instead; needs `ema_decay`.
+          more_files: name -> text of further files in it, such as a model card.
 
         Raises:
           UserError: the folder holds something, no average is kept, or `rounding` is none, or not
             one of that dtype.
+          OSError: the file system refuses (`DiskFull`, with the sizes, where there is no room).
         """
         own = _export_rounding(trainer, dtype, rounding)
         with trainer.gate.reading() as reader:
             read = reader.read_average if averaged else reader.read
             if dtype == "bfloat16":
                 read = functools.partial(reader.read_rounded, rounding=own, averaged=averaged)
+            shapes = self.config.parameter_shapes()
             try:
-                export(
-                    pathlib.Path(folder),
-                    self.folder,
-                    self.config.parameter_shapes(),
-                    read,
-                    dtype=dtype,
-                    chat_template=self.chat_template,
-                )
+                with writing(pathlib.Path(folder), export_bytes(shapes, dtype)):
+                    export(
+                        pathlib.Path(folder),
+                        self.folder,
+                        shapes,
+                        read,
+                        dtype=dtype,
+                        chat_template=self.chat_template,
+                        more_files=more_files,
+                    )
             except (FileExistsError, ValueError) as error:
                 raise UserError(str(error)) from error
 
@@ -177,12 +185,14 @@ def from_pretrained(
     name_or_folder: str | os.PathLike[str],
     *,
     chat_template: str | os.PathLike[str] | None = None,
+    now: datetime.datetime | None = None,
 ) -> Pretrained:
     """Check a Hugging Face folder: its configuration, tokenizer and the headers of its weights.
 
     Args:
       name_or_folder: the folder, or a hub name such as Qwen/Qwen3-4B (with the `hub` extra).
       chat_template: a file that replaces the folder's template.
+      now: the time that templates print with `strftime_now`; None is the time of rendering.
 
     Raises:
       UserError: it, or the template, is not there, not whole, or of a model that is not supported.
@@ -200,6 +210,8 @@ def from_pretrained(
     return Pretrained(
         folder=folder,
         config=config,
-        tokenizer=load_tokenizer(folder, chat_template=template) if has_tokenizer else None,
+        tokenizer=load_tokenizer(folder, chat_template=template, now=now)
+        if has_tokenizer
+        else None,
         chat_template=template.read_text(encoding="utf-8") if template else None,
     )

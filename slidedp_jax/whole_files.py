@@ -27,7 +27,7 @@ def write_whole(path: pathlib.Path, text: str) -> None:
         pathlib.Path(name).chmod(0o666 & ~_umask())
         os.replace(name, path)
     except OSError as error:
-        raise OSError(error.errno, f"{path} cannot be written: {error.strerror}") from error
+        raise OSError(error.errno, f"{path} cannot be written: {error.strerror}") from None
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name)

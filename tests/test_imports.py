@@ -14,7 +14,7 @@ FLOORS = [
     {"jax_internals", "wording"},
     {"models"},
     {"planner"},
-    {"errors", "tracer", "whole_files", "compilation_cache", "visible_gpus"},
+    {"errors", "tracer", "whole_files", "disk_room", "compilation_cache", "visible_gpus"},
     {"process"},
     {"this_machine"},
     {"data", "adapter"},

@@ -8,6 +8,7 @@ and so is whether the two are tied. Letters: B rows, T tokens, D hidden, V vocab
 from __future__ import annotations
 
 import fnmatch
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -142,6 +143,7 @@ def adapt(
     packed: bool = False,
     shift_labels: bool = True,
     token_arrays: Mapping[str, str | jax.ShapeDtypeStruct] | None = None,
+    configuration: Mapping[str, Any] | None = None,
     tokens_per_row: int = 16,
     check_loss: bool = True,
 ) -> Adapted:
@@ -188,6 +190,10 @@ def adapt(
         as `{"loss_weights": "float32"}`, or `jax.ShapeDtypeStruct((K,), "float32")` for
         [rows, tokens, K]. The functions find them in `batch` as they were given (not shifted, 0 in
         rows that fill up).
+      configuration: what the model was built from, JSON-able, such as
+        `dataclasses.asdict(config)`. Checkpoints record it, and one of another configuration is
+        refused by the names of its fields; without it they know names and shapes of parameters
+        alone.
       tokens_per_row: T of the row on which the functions are traced here, for models that do not
         take any.
       check_loss: compute `head_loss`, and `layer` where it has a loss, once on made-up numbers, to
@@ -223,6 +229,7 @@ def adapt(
         random=dropout,
         shift_labels=shift_labels,
         token_arrays=arrays,
+        configuration=_as_json(configuration or {}),
     )
     if check_loss:
         check_sum_over_rows(streamed, claims.hidden.joined, vocab_size, packed=packed)
@@ -263,6 +270,18 @@ def _matching(patterns: Sequence[str], source: Source) -> frozenset[str]:
             )
         found |= names
     return frozenset(found)
+
+
+def _as_json(configuration: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint will say of it."""
+    try:
+        found: dict[str, Any] = json.loads(json.dumps(dict(configuration)))
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"configuration= cannot be written as JSON ({error}); give its fields as numbers, "
+            "strings, lists and dicts: str() of a dtype or an enum will do"
+        ) from None
+    return found
 
 
 def _token_arrays(

@@ -9,6 +9,7 @@ complete: a folder named `step_N` is whole.
 
 from __future__ import annotations
 
+import os
 import pathlib
 import re
 import shutil
@@ -42,8 +43,9 @@ from slidedp_jax.checkpoint.stage_arrays import (
     verify,
     write_stage,
 )
+from slidedp_jax.disk_room import writing
 from slidedp_jax.errors import UserError
-from slidedp_jax.jax_internals import read_arrays, write_arrays
+from slidedp_jax.jax_internals import read_arrays, system_error_code, write_arrays
 from slidedp_jax.models.streamed import Stage, StreamedModel
 from slidedp_jax.planner.memory import largest_neighbours
 from slidedp_jax.update.state_gate import StateGate, StateReader
@@ -90,7 +92,8 @@ def save(
 
     Raises:
       UserError: there is a checkpoint of another state with the same number of steps.
-      OSError: the file system refuses; no `step_N` is left behind.
+      OSError: the file system refuses (`DiskFull`, with the sizes, where there is no room);
+        nothing is left behind.
     """
     with gate.reading() as reader:
         record = describe(gate, reader, model.configuration, extra)
@@ -98,21 +101,37 @@ def save(
         if (target / RECORD).is_file():
             _check_is_saved(gate, reader, model, target, record)
             return target
-        remove_whole(target)  # half copied
-        unfinished = folder / f".{target.name}{UNFINISHED}"
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        try:
-            record["checksums"] = _of_all_stages(
-                gate, reader, model, lambda arrays, stage: _write_item(unfinished, stage, arrays)
-            )
-            write_record(unfinished, record)
-            unfinished.rename(target)
-        except BaseException:  # what is left would keep a full disk full
-            shutil.rmtree(unfinished, ignore_errors=True)
-            raise
-        sync_folder(folder)
+        with writing(target, sum(stage_bytes(gate, stage) for stage in model.stages())):
+            _write_checkpoint(gate, reader, model, target, record)
         return target
+
+
+def _write_checkpoint(
+    gate: StateGate,
+    reader: StateReader,
+    model: StreamedModel,
+    target: pathlib.Path,
+    record: dict[str, Any],
+) -> None:
+    """Write a checkpoint that is not there yet.
+
+    Raises:
+      OSError: the file system refuses; nothing is left.
+    """
+    remove_whole(target)  # half copied
+    unfinished = target.with_name(f".{target.name}{UNFINISHED}")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    try:
+        record["checksums"] = _of_all_stages(
+            gate, reader, model, lambda arrays, stage: _write_item(unfinished, stage, arrays)
+        )
+        write_record(unfinished, record)
+        unfinished.rename(target)
+    except BaseException:  # what is left would keep a full disk full
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    sync_folder(target.parent)
 
 
 def restore(gate: StateGate, model: StreamedModel, checkpoint: pathlib.Path) -> Restored:
@@ -312,8 +331,11 @@ def _write_item(folder: pathlib.Path, stage: Stage, arrays: StageArrays) -> None
             piece_bytes=BYTES_PER_FILE_CHUNK,
             smallest_piece_bytes=SMALLEST_FILE_CHUNK,
         )
-    except (ValueError, RuntimeError) as error:  # TensorStore's, with the system's words inside
-        raise OSError(f"{item} cannot be written: {error}") from None
+    except (ValueError, RuntimeError) as error:  # TensorStore's
+        code = system_error_code(error)
+        if code is None:
+            raise OSError(f"{item} cannot be written: {error}") from None
+        raise OSError(code, os.strerror(code), str(item)) from None
 
 
 def _load_item(

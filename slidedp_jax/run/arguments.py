@@ -87,8 +87,10 @@ class TrainArguments:
     optim: OptimizerName = _setting("training", "adamw, lion, sgd, adafactor or muon", "adamw")
     learning_rate: float = _setting("training", "peak learning rate", 1e-5)
     lr_scheduler_type: Scheduler = _setting("training", "after the warm-up", "cosine")
-    warmup_steps: int = _setting("training", "steps of linear warm-up", 0)
-    warmup_ratio: float = _setting("training", "share of steps, where warmup_steps is 0", 0.03)
+    warmup_steps: int | None = _setting(
+        "training", "steps of linear warm-up; null: by warmup_ratio", None
+    )
+    warmup_ratio: float = _setting("training", "share of steps, where warmup_steps is null", 0.03)
     min_lr_ratio: float = _setting("training", "final over peak learning rate", 0.0)
     weight_decay: float = _setting("training", "decoupled; not on norms and biases", 0.0)
     adam_beta1: float = _setting("training", "AdamW and Lion; SGD's momentum", 0.9)
@@ -136,6 +138,11 @@ class TrainArguments:
     save_at_end: bool = _setting("output", "a checkpoint of the last step", True)
     save_total_limit: int = _setting("output", "checkpoints to keep", 2)
     overwrite_output_dir: bool = _setting("output", "start over in a used folder", False)
+    allow_changed: list[str] = _setting(
+        "output",
+        "settings that a resumed run may have otherwise than before, such as train_file",
+        [],
+    )
     eval_steps: int | None = _setting("output", "steps between evaluations; null: at the end", None)
     logging_steps: int = _setting("output", "steps between console lines", 1)
     disable_tqdm: bool = _setting("output", "no bar on a terminal", False)
@@ -164,7 +171,8 @@ class TrainArguments:
             self._require(name, value is None or value >= 1, "at least 1, or null")
         ema_ok = self.ema_decay is None or 0 < self.ema_decay < 1
         self._require("ema_decay", ema_ok, "between 0 and 1, or null")
-        self._require("max_loss", self.max_loss is None or self.max_loss > 0, "positive, or null")
+        loss_ok = self.max_loss is None or 0 < self.max_loss < math.inf
+        self._require("max_loss", loss_ok, "positive and finite, or null")
         self._require("max_consecutive_skips", self.max_consecutive_skips >= 1, "at least 1")
         self._require("save_total_limit", self.save_total_limit >= 1, "at least 1")
         self._require("num_train_epochs", 0 < self.num_train_epochs < math.inf, "positive")
@@ -317,6 +325,10 @@ def _choices(name: str) -> tuple[Any, ...]:
 
 def _default_text(f: dataclasses.Field[Any]) -> str:
     if f.default is not dataclasses.MISSING:
+        allowed = typing.get_args(_HINTS[f.name])
+        named = [str(value) for value in allowed if str(value) not in f.metadata["help"]]
+        if typing.get_origin(_HINTS[f.name]) is Literal and len(named) > 1:
+            return f": {', '.join(map(str, allowed))} [{f.default}]"
         return f" [{f.default}]"
     return " [required]" if f.default_factory is dataclasses.MISSING else ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 import pathlib
 from collections.abc import Mapping
@@ -44,13 +45,19 @@ class RunInputs:
     first_step: int = 0
 
 
-def load_inputs(args: TrainArguments, num_devices: int) -> RunInputs:
+def load_inputs(
+    args: TrainArguments, num_devices: int, now: datetime.datetime | None = None
+) -> RunInputs:
     """Check the model folder by its headers, read and tokenise the data, count the steps.
+
+    `now`: what templates take for the time; None is the time of rendering.
 
     Raises:
       UserError: anything about them that would stop the run later.
     """
-    pretrained = from_pretrained(args.model_name_or_path, chat_template=args.chat_template_path)
+    pretrained = from_pretrained(
+        args.model_name_or_path, chat_template=args.chat_template_path, now=now
+    )
     frozen_names(pretrained.config.parameter_shapes(), args.freeze)
     for path in (*args.train_file, *args.validation_file):
         if not pathlib.Path(path).is_file():
@@ -253,7 +260,7 @@ def setting_notes(inputs: RunInputs, args: TrainArguments) -> list[str]:
         )
     if args.eval_steps is not None and not args.validation_file:
         notes.append("eval_steps without validation_file: nothing is evaluated")
-    if args.warmup_steps >= inputs.num_steps:
+    if args.warmup_steps is not None and args.warmup_steps >= inputs.num_steps:
         notes.append(
             f"warmup_steps is {args.warmup_steps} of {inputs.num_steps} steps: the peak learning "
             "rate is never reached"

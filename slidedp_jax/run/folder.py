@@ -3,66 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import datetime
+import itertools
 import pathlib
 import shutil
-from collections.abc import Mapping
 from typing import Any
 
 from slidedp_jax.checkpoint.save_restore import list_steps
-from slidedp_jax.errors import UserError
 from slidedp_jax.run.arguments import TrainArguments
+from slidedp_jax.run.changes import check_allowed, check_settings
 from slidedp_jax.run.lock import RunLock
+from slidedp_jax.run.metrics_file import drop_after
 from slidedp_jax.run.record import NAME, read_run, write_run
 from slidedp_jax.run.replaced import ReplacedRun
-from slidedp_jax.whole_files import UNFINISHED, write_whole
-
-_MAY_CHANGE = frozenset(
-    {
-        "output_dir",
-        "overwrite_output_dir",
-        "max_steps",
-        "num_train_epochs",
-        "num_devices",
-        "devices",
-        "platform",
-        "num_host_devices",
-        "device_memory_budget",
-        "keep_activations",
-        "resident_state",
-        "host_memory_budget",
-        "compilation_cache",
-        "layers_per_chunk",
-        "rows_per_microbatch",
-        "loss_chunk_tokens",
-        "weight_route",
-        "gradient_route",
-        "hardware",
-        "dry_run",
-        "attention",
-        "per_device_train_batch_size",
-        "gradient_accumulation_steps",
-        "save_steps",
-        "save_at_end",
-        "save_total_limit",
-        "eval_steps",
-        "validation_file",
-        "logging_steps",
-        "disable_tqdm",
-        "verbose",
-        "export",
-        "export_dtype",
-        "export_rounding",
-        "weight_rounding",
-        "sample_prompts",
-        "sample_max_new_tokens",
-        "on_nonfinite",
-        "max_loss",
-        "max_consecutive_skips",
-        "plan_from",
-    }
-)
-"""Settings that a resumed run may have otherwise than the run that it continues."""
+from slidedp_jax.run.writable import make_writable, remove_if_empty
+from slidedp_jax.whole_files import UNFINISHED
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,6 +31,7 @@ class RunFolder:
       previous: what `record.read_run` gave of the run in the folder that this one continues.
       notes: for the user.
       replaces: the run in the folder is to be replaced.
+      made: folders that were made for it, innermost first.
     """
 
     root: pathlib.Path
@@ -84,6 +40,13 @@ class RunFolder:
     previous: dict[str, Any] | None = None
     notes: tuple[str, ...] = ()
     replaces: bool = False
+    made: tuple[pathlib.Path, ...] = ()
+
+    @property
+    def started(self) -> datetime.datetime:
+        """When the run was started first, in local time without a zone; now, if this is that."""
+        before = None if self.previous is None else self.previous.get("started")
+        return datetime.datetime.fromisoformat(before) if before else datetime.datetime.now()
 
     @property
     def checkpoints(self) -> pathlib.Path:
@@ -110,8 +73,6 @@ class RunFolder:
 
         A run that is to be replaced is set aside, until `succeeded`.
         """
-        self.root.mkdir(parents=True, exist_ok=True)
-        self.lock.acquire()
         if self.replaces:
             ReplacedRun(self.root).set_aside()
         write_run(self.root, record)
@@ -127,33 +88,40 @@ class RunFolder:
         old.bring_back()
         return was_aside
 
+    def close(self) -> None:
+        """Let others have the folder; one that was made and holds nothing goes."""
+        remove_if_empty(self.made)
+        self.lock.release()
+
     def drop_metrics_after(self, step: int) -> None:
         """Forget logged steps that the resumed run will take again."""
-        if not self.metrics.exists():
-            return
-        lines = self.metrics.read_bytes().decode(errors="replace").splitlines()
-        steps = [(_step_of(line), line) for line in lines]
-        kept = [line + "\n" for of_line, line in steps if of_line is not None and of_line <= step]
-        write_whole(self.metrics, "".join(kept))
+        drop_after(self.metrics, step)
 
 
 def open_run_folder(args: TrainArguments) -> RunFolder:
     """Decide between a fresh run and resuming; deletes nothing but leftovers of runs cut short.
 
-    The folder stays locked until the lock is released; a dry run takes no lock.
+    The folder is made and stays locked until it is closed; a dry run only tries that, and leaves
+    nothing.
 
     Raises:
-      UserError: the folder holds something else, a run with other settings or a running one.
+      UserError: the folder cannot be written, or holds something else, a run with other settings
+        or a running one.
     """
+    check_allowed(args)
     root = pathlib.Path(args.output_dir)
+    # With `hardware` it is another machine's.
+    made = make_writable(root) if args.hardware is None else ()
     lock = RunLock(root)
-    if not args.dry_run:
-        lock.acquire()
     try:
-        if not args.dry_run:
-            _tidy(root)
-        return _opened(args, root, lock)
+        if args.dry_run:
+            remove_if_empty(made)
+            return _opened(args, root, lock)
+        lock.acquire()
+        _tidy(root)
+        return dataclasses.replace(_opened(args, root, lock), made=made)
     except BaseException:
+        remove_if_empty(made)
         lock.release()
         raise
 
@@ -162,7 +130,8 @@ def _tidy(root: pathlib.Path) -> None:
     """Bring a folder in order whose last run was killed in the middle of something."""
     begun = (root / NAME).is_file() and bool(list_steps(root / "checkpoints"))
     ReplacedRun(root).settle(replaced=begun)
-    for path in root.glob(f".*{UNFINISHED}"):
+    leftovers = [folder.glob(f".*{UNFINISHED}") for folder in (root, root / "checkpoints")]
+    for path in itertools.chain(*leftovers):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
@@ -170,8 +139,6 @@ def _tidy(root: pathlib.Path) -> None:
 
 
 def _opened(args: TrainArguments, root: pathlib.Path, lock: RunLock) -> RunFolder:
-    if root.exists() and not root.is_dir():
-        raise UserError(f"output_dir {root} is a file; give a folder")
     steps = list_steps(root / "checkpoints")
     newest = steps[-1] if steps else None
     used = root.is_dir() and any(root.iterdir())
@@ -181,30 +148,8 @@ def _opened(args: TrainArguments, root: pathlib.Path, lock: RunLock) -> RunFolde
         return RunFolder(root=root, resume_from=None, lock=lock, replaces=True)
     previous, notes = read_run(root, newest)
     if previous is not None:
-        _check_same_settings(args, previous["arguments"], root)
+        by_content = newest is not None or previous["fingerprints"] is not None
+        notes += check_settings(args, previous["arguments"], root, by_content=by_content)
     return RunFolder(
         root=root, resume_from=newest, lock=lock, previous=previous, notes=tuple(notes)
     )
-
-
-def _check_same_settings(
-    args: TrainArguments, before: Mapping[str, Any], root: pathlib.Path
-) -> None:
-    now = dataclasses.asdict(args)
-    differing = [
-        f"{name} was {before[name]!r}, now {now[name]!r}"
-        for name in now
-        if name not in _MAY_CHANGE and name in before and before[name] != now[name]
-    ]
-    if differing:
-        raise UserError(
-            f"output_dir {root} holds a run with other settings: {'; '.join(differing)}. Use the "
-            "same settings to resume it, another output_dir, or --overwrite_output_dir"
-        )
-
-
-def _step_of(line: str) -> int | None:
-    try:
-        return int(json.loads(line)["step"])
-    except (json.JSONDecodeError, KeyError, TypeError):
-        return None

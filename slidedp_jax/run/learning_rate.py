@@ -13,8 +13,8 @@ from slidedp_jax.run.arguments import TrainArguments
 
 def num_warmup_steps(args: TrainArguments, num_steps: int) -> int:
     """Steps of linear warm-up: `warmup_steps`, or `warmup_ratio` of all steps rounded up."""
-    if args.warmup_steps or args.lr_scheduler_type == "constant":
-        return args.warmup_steps
+    if args.warmup_steps is not None or args.lr_scheduler_type == "constant":
+        return args.warmup_steps or 0
     return math.ceil(round(args.warmup_ratio * num_steps, 6))
 
 

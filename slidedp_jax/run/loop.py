@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import functools
 import importlib.metadata
+import pathlib
 import platform
 import signal
 import sys
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -23,20 +27,25 @@ from slidedp_jax.planner.search import Plan
 from slidedp_jax.planner.workload import BatchShape, Workload
 from slidedp_jax.process import current_setup
 from slidedp_jax.run.arguments import TrainArguments
+from slidedp_jax.run.changes import starts
 from slidedp_jax.run.checks import RunInputs
+from slidedp_jax.run.disk import RunDisk
 from slidedp_jax.run.export import export_run, export_text
 from slidedp_jax.run.folder import RunFolder
 from slidedp_jax.run.learning_rate import learning_rate
+from slidedp_jax.run.metrics_file import EVALUATED_ROWS, MetricsFile, has_evaluation
 from slidedp_jax.run.optimizers import make_optimizer
 from slidedp_jax.run.overview import step_seconds
 from slidedp_jax.run.progress import LoadProgress, Progress
 from slidedp_jax.run.record import IN_CHECKPOINT, essential
 from slidedp_jax.run.resume import Resumption, planned_for, rounding_to_begin_with, xla_flags
+from slidedp_jax.run.same_inputs import base_model_name, fingerprints
 from slidedp_jax.state.starting_state import TO_BE_RESTORED
 from slidedp_jax.state.weight_rounding import Rounding
 from slidedp_jax.trainer import Trainer
 from slidedp_jax.wording import counted
 
+EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 
 
@@ -72,19 +81,29 @@ class Run:
         folder: RunFolder,
         inputs: RunInputs,
         plan: Plan,
+        disk: RunDisk,
         stop: StopAtSignal,
+        started: datetime.datetime,
     ):
         self._args = args
         self._folder = folder
         self._inputs = inputs
         self._plan = plan
+        self._disk = disk
         self._stop = stop
+        self._started = started
         self._schedule = learning_rate(args, inputs.num_steps)
         self._workload = Workload.from_config(inputs.pretrained.config)
         self._tokens_seen = 0
         self._padding_seen = 0
         self._skipped = 0
         self._timed: list[tuple[int, float]] = []
+        self._not_saved: OSError | None = None
+
+    @property
+    def _exports(self) -> bool:
+        """Whether weights are exported: when that is asked for, and when they would be lost."""
+        return self._args.export or self._not_saved is not None
 
     def run(self, resumed: Resumption | None) -> int:
         """Load, train, save, export, report."""
@@ -101,11 +120,12 @@ class Run:
             print(f"resuming from {resumed.checkpoint} at step {first_step}")
         self._run_record = self._record(trainer)
         self._folder.begin(self._run_record)
+        self._folder.drop_metrics_after(first_step)
+        self._evaluate_what_was_missed(trainer, first_step)
         if first_step >= self._inputs.num_steps:
             asked = self._inputs.num_steps
             print(f"already complete: {first_step} steps are done, {asked} are asked for")
             return self._finish(trainer, complete=True)
-        self._folder.drop_metrics_after(first_step)
         if first_step == 0:
             self._sample(trainer, "before training")
         complete = self._loop(trainer, first_step)
@@ -168,11 +188,12 @@ class Run:
                 stopping = self._stop.requested
                 due = args.save_steps is not None and step % args.save_steps == 0
                 if due or stopping or (step == num_steps and args.save_at_end):
-                    self._save(trainer, progress)
-                if self._evaluation_due(step, num_steps) and not stopping:
-                    self._evaluate(trainer, step, progress)
-                if stopping:
-                    return step == num_steps
+                    self._save(trainer, progress, last=step == num_steps and not stopping)
+                if stopping:  # what is left, such as an evaluation, is done by the next start
+                    return False
+                if self._evaluation_due(step, num_steps):
+                    with progress.doing("evaluating"):
+                        self._evaluate(trainer, step, progress.write, progress.say)
             return True
         finally:
             progress.close()
@@ -201,7 +222,7 @@ class Run:
             "loss": loss,
             "grad_norm": norm,
             # Steps that were skipped do not count for the optimizer.
-            "learning_rate": float(self._schedule(step - 1 - (self._skipped - skipped))),
+            "learning_rate": _short(self._schedule(step - 1 - (self._skipped - skipped))),
             "num_tokens": self._tokens_seen,
             "num_padding_tokens": self._padding_seen,
             "num_supervised_tokens": batch.num_supervised_tokens,
@@ -221,23 +242,58 @@ class Run:
         every = self._args.eval_steps
         return step == num_steps or (every is not None and step % every == 0)
 
-    def _evaluate(self, trainer: Trainer, step: int, progress: Progress) -> None:
+    def _evaluate_what_was_missed(self, trainer: Trainer, step: int) -> None:
+        """After a signal, a kill, or with rows that were not measured before the run was over."""
+        if not (step and self._evaluation_due(step, self._inputs.num_steps)):
+            return
+        if has_evaluation(self._folder.metrics, step, self._held_out_rows()):
+            return
+        metrics = MetricsFile(self._folder.metrics)
+        try:
+            self._evaluate(trainer, step, metrics.write, functools.partial(print, flush=True))
+        finally:
+            metrics.close()
+
+    def _held_out_rows(self) -> str:
+        assert self._inputs.evaluation is not None
+        return str(self._inputs.evaluation.state()["data"])
+
+    def _evaluate(
+        self,
+        trainer: Trainer,
+        step: int,
+        write: Callable[[dict[str, Any]], None],
+        say: Callable[[str], None],
+    ) -> None:
         """Mean loss of the supervised tokens of all held-out rows."""
         assert self._inputs.evaluation is not None
         start = time.perf_counter()
         batches = self._inputs.evaluation.one_epoch()
-        with progress.doing("evaluating"):
-            loss, count = trainer.evaluate(batch.arrays for batch in batches)
+        loss, count = trainer.evaluate(batch.arrays for batch in batches)
         record = {
             "step": step,
             "eval_loss": loss,
             "eval_supervised_tokens": count,
             "eval_runtime": time.perf_counter() - start,
+            EVALUATED_ROWS: self._held_out_rows(),
         }
-        progress.write(record)
-        progress.say(f"step {step}: held-out loss {loss:.4f} over {count} tokens")
+        write(record)
+        say(f"step {step}: held-out loss {loss:.4f} over {count} tokens")
 
-    def _save(self, trainer: Trainer, progress: Progress) -> None:
+    def _save(self, trainer: Trainer, progress: Progress, *, last: bool) -> None:
+        """Write a checkpoint; a `last` one that fails leaves the weights to the export."""
+        try:
+            with progress.doing("saving a checkpoint"):
+                path = self._write_checkpoint(trainer)
+        except OSError as error:
+            if not last:
+                raise
+            self._not_saved = error
+            progress.say("the last checkpoint cannot be written; the weights are exported instead")
+            return
+        progress.say(f"saved {path}")
+
+    def _write_checkpoint(self, trainer: Trainer) -> pathlib.Path:
         extra = {
             "data": self._inputs.source.state(),
             "rows_per_step": self._inputs.source.rows_per_step,
@@ -248,11 +304,10 @@ class Run:
             "seed": self._args.seed,
             IN_CHECKPOINT: essential(self._run_record),
         }
-        with progress.doing("saving a checkpoint"):
-            path = trainer.save(self._folder.checkpoints, extra)
-            self._folder.succeeded()
-            keep_last(self._folder.checkpoints, self._args.save_total_limit)
-        progress.say(f"saved {path}")
+        path = trainer.save(self._folder.checkpoints, extra)
+        self._folder.succeeded()
+        keep_last(self._folder.checkpoints, self._args.save_total_limit)
+        return path
 
     def _finish(self, trainer: Trainer, *, complete: bool) -> int:
         """Samples, export and the summary."""
@@ -260,11 +315,25 @@ class Run:
             print(f"stopped at step {trainer.step_count}; the same command goes on from there")
             return EXIT_INTERRUPTED
         self._sample(trainer, "after training")
-        if self._args.export:
-            export_run(trainer, self._folder, self._inputs.pretrained, self._args)
+        if self._exports:
+            export_run(
+                trainer,
+                self._folder,
+                self._inputs.pretrained,
+                self._args,
+                run=self._run_record,
+                tokens_seen=self._tokens_seen,
+            )
         self._folder.succeeded()
         self._summary(trainer)
-        return 0
+        if self._not_saved is None:
+            return 0
+        print(
+            f"error: the last checkpoint was not written: {self._not_saved}\nThe weights of step "
+            f"{trainer.step_count} are in {self._folder.export}, without the optimizer's state",
+            file=sys.stderr,
+        )
+        return EXIT_FAILED
 
     def _sample(self, trainer: Trainer, when: str) -> None:
         """Greedy completions of the sample prompts, on the console."""
@@ -302,7 +371,7 @@ class Run:
             print(f"  device peak {peak:.1f} GiB, predicted {predicted:.1f} GiB")
         print(f"  checkpoints: {self._folder.checkpoints}")
         print(f"  metrics:     {self._folder.metrics}")
-        if self._args.export:
+        if self._exports:
             how = export_text(trainer.weight_rounding, self._args)
             print(f"  model:       {self._folder.export} ({how})")
             if self._args.ema_decay is not None:
@@ -313,18 +382,38 @@ class Run:
         return {
             "arguments": dataclasses.asdict(self._args),
             "plan": plan_as_dict(self._plan),
+            "disk": self._disk.record(),
             "planned_for": planned_for(),
             "xla_flags": xla_flags(),
             "configuration": dataclasses.asdict(self._inputs.pretrained.config),
             "kernel_form": trainer.kernel_form,
             ROUNDING: trainer.weight_rounding.record(),
             "data": dataclasses.asdict(self._inputs.report),
+            "started": self._started.isoformat(),
+            "starts": starts(
+                self._folder.previous,
+                self._args,
+                time=datetime.datetime.now().isoformat(timespec="seconds"),
+                from_step=self._inputs.first_step,
+            ),
+            "base_model": base_model_name(self._args.model_name_or_path),
+            "chat_template": self._inputs.pretrained.chat_template,
+            "fingerprints": fingerprints(self._inputs),
+            "data_counts": {
+                name: getattr(self._inputs.report, name)
+                for name in ("rows_in", "rows_kept", "num_tokens", "num_supervised_tokens")
+            },
             "versions": {
                 "slidedp_jax": slidedp_jax.__version__,
                 "python": platform.python_version(),
             }
             | {name: importlib.metadata.version(name) for name in packages},
         }
+
+
+def _short(value: Any) -> float:
+    """A float32 by the fewest digits that tell it."""
+    return float(str(np.float32(value)))
 
 
 def _device_peak_gib() -> float | None:

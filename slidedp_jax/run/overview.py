@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from slidedp_jax.data import DataReport
-from slidedp_jax.planner.disk import disk_use
 from slidedp_jax.planner.hardware import GIB
 from slidedp_jax.planner.report import notes as plan_notes
 from slidedp_jax.planner.report import plan_as_text
@@ -27,6 +26,7 @@ from slidedp_jax.planner.search import Plan
 from slidedp_jax.planner.words import LANE_WORDS
 from slidedp_jax.run.arguments import TrainArguments
 from slidedp_jax.run.checks import RunInputs, epochs_note, frozen_note
+from slidedp_jax.run.disk import RunDisk
 from slidedp_jax.run.time_text import duration
 from slidedp_jax.wording import counted, short_count
 
@@ -38,7 +38,13 @@ LONG_WAIT = 0.1
 
 
 def opening(
-    args: TrainArguments, inputs: RunInputs, plan: Plan, notes: Sequence[str], *, whole: bool
+    args: TrainArguments,
+    inputs: RunInputs,
+    plan: Plan,
+    disk: RunDisk,
+    notes: Sequence[str],
+    *,
+    whole: bool,
 ) -> str:
     """What is printed before a run begins.
 
@@ -46,14 +52,15 @@ def opening(
       args: the run's settings.
       inputs: model and data.
       plan: how it will be run.
+      disk: what it will write.
       notes: for the user, on the folder and the settings.
       whole: the plan in full as well (the data's report, `data_details`, comes before planning).
     """
     columns = None
     if sys.stdout.isatty():
         columns = shutil.get_terminal_size().columns
-    sections = [plan_as_text(plan) + "\n"] if whole else []
-    sections.append(overview_text(overview(args, inputs, plan), columns))
+    sections = [f"{plan_as_text(plan)}\n{disk}\n"] if whole else []
+    sections.append(overview_text(overview(args, inputs, plan, disk), columns))
     if not whole:  # else they are in the details
         notes = [*_data_notes(inputs), *notes, *plan_notes(plan)]
     return "\n".join([*sections, *(_broken(f"note: {note}", columns, 6) for note in notes)])
@@ -102,18 +109,19 @@ def _files(report: DataReport) -> str:
     return ", ".join(report.files[:3]) + (" ..." if len(report.files) > 3 else "")
 
 
-def overview(args: TrainArguments, inputs: RunInputs, plan: Plan) -> dict[str, str]:
+def overview(args: TrainArguments, inputs: RunInputs, plan: Plan, disk: RunDisk) -> dict[str, str]:
     """Name of a line -> its text.
 
     Args:
       args: the run's settings.
       inputs: model and data; steps that are done already are those of an earlier run.
       plan: how it will be run.
+      disk: what it will write.
     """
     return {
         "model": _model(args, inputs),
         "data": _data(args, inputs),
-        "memory": _memory(args, plan),
+        "memory": _memory(plan, disk),
         "time": _time(inputs, plan),
         "output": _output(args),
     }
@@ -150,40 +158,18 @@ def _data(args: TrainArguments, inputs: RunInputs) -> str:
     return text
 
 
-def _memory(args: TrainArguments, plan: Plan) -> str:
+def _memory(plan: Plan, disk: RunDisk) -> str:
     job, memory = plan.job, plan.chosen.memory
     parts = []
     if not job.hardware.unified_memory:
         each = "each GPU" if job.hardware.num_devices > 1 else "GPU"
         parts.append(f"{each} {_of(memory.device_bytes, job.device_budget_bytes)}")
     parts.append(f"host {_of(memory.host_bytes, job.host_budget_bytes)}")
-    disk = _disk_bytes(args, plan)
-    if disk and args.hardware is None:
-        parts.append(f"disk {_of(disk, _free_bytes(pathlib.Path(args.output_dir)))} free")
-    elif disk:
-        parts.append(f"disk {_gib(disk)} GiB")
+    if disk.use.total_bytes and disk.free_bytes is not None:
+        parts.append(f"disk {_of(disk.use.total_bytes, disk.free_bytes)} free")
+    elif disk.use.total_bytes:
+        parts.append(f"disk {_gib(disk.use.total_bytes)} GiB")
     return ", ".join(parts)
-
-
-def _disk_bytes(args: TrainArguments, plan: Plan) -> float:
-    """Most that checkpoints, one being written, and the export take."""
-    use = disk_use(
-        plan.job.workload.num_parameters,
-        plan.job.optimizer_state_bytes,
-        save_total_limit=args.save_total_limit,
-        export_dtype=args.export_dtype,
-        averaged=args.ema_decay is not None,
-    )
-    saves = args.save_at_end or args.save_steps is not None
-    return (use.total_bytes - use.export_bytes if saves else 0) + (
-        use.export_bytes if args.export else 0
-    )
-
-
-def _free_bytes(folder: pathlib.Path) -> int:
-    """Of the file system on which a folder is, or will be."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    return shutil.disk_usage(there).free
 
 
 def _of(need_bytes: float, have_bytes: float) -> str:

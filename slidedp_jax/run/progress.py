@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import pathlib
 import sys
 import threading
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import psutil
 
+from slidedp_jax.run.metrics_file import MetricsFile
 from slidedp_jax.run.step_text import step_line
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Progress:
         logging_steps: int,
         bar: bool,
     ):
-        self._stream = path.open("a")
+        self._file = MetricsFile(path)
         self._num_steps = num_steps
         self._logging_steps = logging_steps
         self._first = first_step
@@ -97,8 +97,7 @@ class Progress:
 
     def write(self, record: dict[str, Any]) -> None:
         """Write a record, of a step or an evaluation."""
-        self._stream.write(json.dumps(record) + "\n")
-        self._stream.flush()
+        self._file.write(record)
 
     def say(self, text: str) -> None:
         """Print a line without disturbing the bar."""
@@ -111,7 +110,7 @@ class Progress:
         """End the bar and the file."""
         if self._bar is not None:
             self._bar.stop()
-        self._stream.close()
+        self._file.close()
 
 
 class LoadProgress:

@@ -7,6 +7,7 @@ not put the checkpoints out of reach.
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -20,6 +21,11 @@ NAME = "run.json"
 IN_CHECKPOINT = "run"
 """Entry of a checkpoint's `extra` that holds what `essential` gives."""
 
+_LATER = ("started", "base_model", "chat_template", "fingerprints", "data_counts", "starts")
+"""Entries that earlier versions did not write: local time of the first start, name of the model
+that it began with, text of a template of its own, fingerprints of rows and tokenizer, numbers of
+rows and tokens, all its starts."""
+
 
 def essential(record: Mapping[str, Any]) -> dict[str, Any]:
     """What a resumed run needs of a record."""
@@ -30,12 +36,31 @@ def essential(record: Mapping[str, Any]) -> dict[str, Any]:
         ROUNDING: record[ROUNDING],
         "versions": record["versions"],
         "xla_flags": record["xla_flags"],
+        **{name: record[name] for name in _LATER},
     }
+
+
+def understood(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """With all entries, and as this version reads them."""
+    full: dict[str, Any] = dict.fromkeys(_LATER) | dict(saved)
+    if full["started"] is None and not full["arguments"].get("warmup_steps"):
+        # It was 0 by default, which meant that `warmup_ratio` counts.
+        full["arguments"] = {**full["arguments"], "warmup_steps": None}
+    return full
 
 
 def write_run(root: pathlib.Path, record: Mapping[str, Any]) -> None:
     """Replace the record of a run in one instant."""
-    write_whole(root / NAME, json.dumps(record, indent=1, default=str))
+    write_whole(root / NAME, json.dumps(_finite(record), indent=1, default=str))
+
+
+def _finite(value: Any) -> Any:
+    """The same with text for numbers that JSON has no word for."""
+    if isinstance(value, Mapping):
+        return {name: _finite(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_run(
@@ -57,14 +82,17 @@ def read_run(
     try:
         record = json.loads(path.read_bytes().decode())
         arguments = record["arguments"]
-        return {
-            "arguments": dict(arguments),
-            "strategy": record.get("plan", {}).get("chosen", {}).get("strategy"),
-            "planned_for": record.get("planned_for"),
-            ROUNDING: WeightRounding.recorded(record.get(ROUNDING)).record(),
-            "versions": record.get("versions", {}),
-            "xla_flags": record.get("xla_flags"),
-        }, []
+        return understood(
+            {
+                "arguments": dict(arguments),
+                "strategy": record.get("plan", {}).get("chosen", {}).get("strategy"),
+                "planned_for": record.get("planned_for"),
+                ROUNDING: WeightRounding.recorded(record.get(ROUNDING)).record(),
+                "versions": record.get("versions", {}),
+                "xla_flags": record.get("xla_flags"),
+                **{name: record.get(name) for name in _LATER},
+            }
+        ), []
     except FileNotFoundError:
         why = "is missing"
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -81,7 +109,9 @@ def read_run(
         )
     saved = read_record(newest)["extra"].get(IN_CHECKPOINT)
     if saved is not None:
-        return saved, [f"{path} {why}; the run's settings are taken from {newest} instead"]
+        return understood(saved), [
+            f"{path} {why}; the run's settings are taken from {newest} instead"
+        ]
     if why == "is missing":
         return None, [f"{path} {why}: the settings of this command are not compared with the run's"]
     raise UserError(

@@ -20,9 +20,10 @@ from slidedp_jax.errors import UserError
 from slidedp_jax.planner.strategy import Strategy
 from slidedp_jax.process import current_setup
 from slidedp_jax.run.arguments import TrainArguments
+from slidedp_jax.run.changes import SCHEDULE, data_may_change
 from slidedp_jax.run.checks import RunInputs
 from slidedp_jax.run.learning_rate import learning_rate
-from slidedp_jax.run.record import IN_CHECKPOINT
+from slidedp_jax.run.record import IN_CHECKPOINT, understood
 from slidedp_jax.state.weight_rounding import Rounding, WeightRounding
 
 DECIDE_PLANS = (
@@ -39,6 +40,8 @@ DECIDE_PLANS = (
     "gradient_accumulation_steps",
     "on_nonfinite",
     "max_loss",
+    "max_seq_length",
+    "packing",
 )
 """Settings that may change on resume and decide the plan; devices are compared as they are."""
 
@@ -65,15 +68,39 @@ class Resumption:
         """What the run has saved beside the state."""
         return dict(self.record["extra"])
 
+    @property
+    def run(self) -> dict[str, Any]:
+        """What `record.essential` gave of the run; empty where earlier versions did not save it."""
+        saved = self.extra.get(IN_CHECKPOINT)
+        return understood(saved) if saved else {}
+
+    def other_data(self, inputs: RunInputs) -> bool:
+        """Whether the rows or their order are others than those that the checkpoint is of."""
+        saved = self.extra.get("data", {})
+        return any(
+            saved.get(name) != value
+            for name, value in inputs.source.state().items()
+            if name not in ("epoch", "next_row")
+        )
+
     def continued(self, inputs: RunInputs, args: TrainArguments) -> RunInputs:
         """The inputs at the checkpoint's place in the data, with the steps that are then left.
+
+        Of other data, where that is allowed, at its beginning.
 
         Raises:
           UserError: the data, its order or the model's configuration are others.
         """
         config = inputs.pretrained.config
         check_configuration(self.checkpoint, self.record, dataclasses.asdict(config))
-        inputs.source.restore(self.extra.get("data", {}))
+        if not (self.other_data(inputs) and data_may_change(args)):
+            try:
+                inputs.source.restore(self.extra.get("data", {}))
+            except UserError as error:
+                raise UserError(
+                    f"{error}. To go on with the new rows, from their beginning: --allow_changed "
+                    "train_file"
+                ) from None
         left = inputs.source.steps_until(args.num_train_epochs)
         return dataclasses.replace(
             inputs, num_steps=args.max_steps or self.step + left, first_step=self.step
@@ -88,17 +115,26 @@ class Resumption:
                 f"steps have {now} rows now, {rows} before: devices, batch size or accumulation "
                 "have changed"
             )
-        updates = self.step - before.get("skipped_steps", 0)
-        rates = [
-            float(learning_rate(args, steps)(updates))
-            for steps in (before.get("num_steps", inputs.num_steps), inputs.num_steps)
-        ]
-        if rates[0] != rates[1]:
-            notes.append(
-                f"the learning rate jumps here from {rates[0]:.4g} to {rates[1]:.4g}: the run has "
-                f"{inputs.num_steps} steps now, {before['num_steps']} before"
-            )
+        if self.other_data(inputs):
+            notes.append("the training rows or their order are others: they begin anew here")
+        notes += self._rate_notes(args, inputs.num_steps)
         return notes + _compiler_notes(before.get(IN_CHECKPOINT, {}))
+
+    def _rate_notes(self, args: TrainArguments, num_steps: int) -> list[str]:
+        updates = self.step - self.extra.get("skipped_steps", 0)
+        settings = self.run.get("arguments", {})
+        former = {name: settings[name] for name in SCHEDULE if name in settings}
+        then = dataclasses.replace(args, **former)
+        steps = self.extra.get("num_steps", num_steps)
+        before = float(learning_rate(then, steps)(updates))
+        now = float(learning_rate(args, num_steps)(updates))
+        if before == now:
+            return []
+        why = [name for name in former if former[name] != getattr(args, name)]
+        text = f"{', '.join(why)} changed" if why else ""
+        if steps != num_steps:
+            text += f"{' and ' if text else ''}the run has {num_steps} steps now, {steps} before"
+        return [f"the learning rate jumps here from {before:.4g} to {now:.4g}: {text}"]
 
 
 def resumption(checkpoint: pathlib.Path | None) -> Resumption | None:
@@ -141,6 +177,9 @@ def recorded_strategy(
         for name in DECIDE_PLANS
         if name in previous["arguments"] and previous["arguments"][name] != getattr(args, name)
     ]
+    if "max_grad_norm" in previous["arguments"]:
+        was, now = previous["arguments"]["max_grad_norm"], args.max_grad_norm
+        changed += [f"max_grad_norm was {was!r}, now {now!r}"] if bool(was) != bool(now) else []
     changed += _other_devices(previous.get("planned_for"))
     if changed:
         return None, [f"planned anew, which may change the last bits: {'; '.join(changed)}"]

@@ -1,4 +1,4 @@
-"""The dithers of `weight_rounding` in programs."""
+"""The dithers of `weight_rounding` in programs, computed instead of looked up."""
 
 from __future__ import annotations
 
@@ -8,35 +8,47 @@ import jax.numpy as jnp
 from slidedp_jax.state.weight_rounding import (
     FIRST_FACTOR,
     NEAREST,
+    ROUNDS,
     SECOND_FACTOR,
+    SECTION,
     SPREAD,
-    sections,
 )
 
-
-def hashed(offsets: jax.Array) -> jax.Array:
-    """Dithers of keys plus indices: uint32 [...] -> uint32 [...]."""
-    mixed = offsets * jnp.uint32(SPREAD)
-    mixed = (mixed ^ (mixed >> 16)) * jnp.uint32(FIRST_FACTOR)
-    mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(SECOND_FACTOR)
-    dithers: jax.Array = (mixed ^ (mixed >> 16)) & 0xFFFF
-    return dithers
+_MASK = SECTION - 1
 
 
-def dither_of_parameter(keys: jax.Array | None, size: int) -> jax.Array:
+def permuted(places: jax.Array) -> jax.Array:
+    """What the table holds at `places` modulo 2**16: uint32 [...] -> uint32 [...]."""
+    x = places & _MASK
+    for shift, factor in ROUNDS:
+        x = x ^ (x >> shift)
+        if factor > 1:
+            x = (x * jnp.uint32(factor)) & _MASK
+    return x
+
+
+def dither_of_parameter(key: jax.Array | None, size: int) -> jax.Array:
     """Dithers of a whole parameter: what `WeightRounding.dither` gives.
 
     Args:
-      keys: `WeightRounding.keys` of the parameter, uint32 [sections].
+      key: `WeightRounding.key` of the parameter, uint32.
       size: of the parameter.
 
     Returns:
       uint32 [size], or one for all.
     """
-    if keys is None:
+    if key is None:
         return jnp.asarray(NEAREST)
-    parts = [
-        hashed(keys[number] + jax.lax.iota(jnp.uint32, end - begin))
-        for number, (begin, end) in enumerate(sections(0, size))
-    ]
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+    begins = _begins(key + jax.lax.iota(jnp.uint32, -(-size // SECTION)))
+    shape = (len(begins), min(size, SECTION))
+    lanes = jax.lax.broadcasted_iota(jnp.uint32, shape, 1)
+    return permuted(begins[:, None] + lanes).reshape(-1)[:size]
+
+
+def _begins(sections: jax.Array) -> jax.Array:
+    """Where sections begin in the table, modulo 2**16, from their numbers plus a key."""
+    x = sections * jnp.uint32(SPREAD)
+    x = (x ^ (x >> 16)) * jnp.uint32(FIRST_FACTOR)
+    x = (x ^ (x >> 15)) * jnp.uint32(SECOND_FACTOR)
+    begins: jax.Array = x ^ (x >> 16)
+    return begins

@@ -10,14 +10,19 @@ where the lower bits count as unsigned, so magnitudes are rounded. A weight on t
 as it is; of weights that lie a share p of a grid step above it, the share p is rounded up. So steps
 far below a grid step reach the forward pass at once, each in that share of its weights. The dither
 of an element is a function of the parameter's name, its index in the flattened parameter and the
-run's seed, and of nothing else: not of time, chunks, devices or layout.
+run's seed, and of nothing else: not of time, chunks, devices or layout. Modulo 2**16 it is
 
-    dither = lower 16 bits of lowbias32(0x9E3779B9 * (key(seed, name, index >> 32) + index))
+    dither = TABLE[begin(section) + index],   section = index >> 16
+    begin  = lowbias32(0x9E3779B9 * (key(seed, name) + section))
 
-modulo 2**32. lowbias32, by Chris Wellons, is a permutation of 32-bit numbers
-(https://github.com/skeeto/hash-prospector, public domain); the factor, 2**32 over the golden ratio,
-makes it as good on numbers in a row: without it the differences of neighbours' dithers are lumpy.
-Dithered quantization: L. Roberts, Picture coding using pseudo-random noise (1962).
+`TABLE` is one fixed permutation of the numbers of 16 bits, as good as a random one: at no distance
+are its numbers correlated (tests/state/test_weight_rounding.py). So thresholds are exactly uniform
+over each 65,536 elements, and each such section begins elsewhere in the table. Programs that pass
+over the elements one after another read the table, which costs next to nothing; others compute it.
+
+Sources: L. Roberts, Picture coding using pseudo-random noise (1962), for dithered quantization;
+C. Wellons, https://github.com/skeeto/hash-prospector, for lowbias32 and for the form of the
+permutation, whose constants were searched for small correlations.
 
 This file is NumPy's part, for one range of a parameter at a time; it imports no JAX.
 """
@@ -26,7 +31,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -41,11 +45,14 @@ DEFAULT_ROUNDING: Rounding = "dither"
 NEAREST = np.uint32(0x8000)
 """The dither of every element where weights are rounded to nearest."""
 
-SECTION = 1 << 32
-"""Indices of a parameter that one key serves."""
+SECTION = 1 << 16
+"""Consecutive elements of a parameter that follow each other in the table."""
 
 SPREAD, FIRST_FACTOR, SECOND_FACTOR = 0x9E3779B9, 0x7FEB352D, 0x846CA68B
-"""Of the hash, in the order of use."""
+"""Of the hash of sections, in the order of use."""
+
+ROUNDS = ((5, 0x1749), (5, 0xDF21), (7, 0x9C2F), (5, 1))
+"""Of the permutation: a shift, by which a number is combined with itself, then a factor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,28 +108,35 @@ class WeightRounding:
         """As JSON."""
         return {"rounding": self.rounding, "seed": self.seed}
 
-    def keys(self, name: str, size: int) -> np.ndarray | None:
-        """Keys of the sections of a parameter of `size` elements, uint32 [sections].
-
-        None where there is no hash to be made, because every dither is `NEAREST`.
-        """
-        if self.seed is None:
-            return None
-        sections = max(1, -(-size // SECTION))
-        return np.array([key(self.seed, name, section) for section in range(sections)], np.uint32)
+    def key(self, name: str) -> int | None:
+        """A 32-bit number for a parameter; None where every dither is `NEAREST`."""
+        return None if self.seed is None else _key(self.seed, name)
 
     def dither(self, name: str, start: int, size: int) -> np.ndarray:
         """Dithers of elements [start, start + size) of a parameter: uint32 [size], or one for all.
 
-        `start` counts in the flattened parameter.
+        `start` counts in the flattened parameter and may be any number.
         """
-        if self.seed is None:
+        key = self.key(name)
+        if key is None:
             return np.asarray(NEAREST)
-        parts = [
-            _dither_of_section(key(self.seed, name, begin // SECTION), begin % SECTION, end - begin)
-            for begin, end in sections(start, start + size)
-        ]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        dithers = np.empty(size, np.uint32)
+        done = 0
+        while done < size:
+            section, index = divmod(start + done, SECTION)
+            count = min(SECTION - index, size - done)
+            first = (begin(key, section) + index) % SECTION
+            dithers[done : done + count] = TABLE_TWICE[first : first + count]
+            done += count
+        return dithers
+
+
+def begin(key: int, section: int) -> int:
+    """Where in the table a section of a parameter begins."""
+    x = (key + section) * SPREAD % 2**32
+    x = (x ^ x >> 16) * FIRST_FACTOR % 2**32
+    x = (x ^ x >> 15) * SECOND_FACTOR % 2**32
+    return (x ^ x >> 16) % SECTION
 
 
 def check_rounding(rounding: object) -> None:
@@ -136,29 +150,21 @@ def check_rounding(rounding: object) -> None:
 
 
 @functools.lru_cache(maxsize=4096)
-def key(seed: int, name: str, section: int) -> int:
-    """A 32-bit number for 2**32 consecutive elements of a parameter."""
-    text = f"{seed}\n{section}\n{name}".encode()
+def _key(seed: int, name: str) -> int:
+    text = f"{seed}\n{name}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little")
 
 
-def sections(start: int, end: int) -> list[tuple[int, int]]:
-    """Elements [start, end) cut at whole sections: (first, behind the last) of each part.
+def _permutation() -> np.ndarray:
+    x = np.arange(SECTION, dtype=np.uint32)
+    for shift, factor in ROUNDS:
+        x ^= x >> np.uint32(shift)
+        x = x * np.uint32(factor) & np.uint32(SECTION - 1)
+    return x.astype(np.uint16)
 
-    One empty part if there are none.
-    """
-    cuts = range((start // SECTION + 1) * SECTION, end, SECTION)
-    return list(itertools.pairwise([start, *cuts, end]))
 
+TABLE = _permutation()
+"""uint16 [65536]."""
 
-def _dither_of_section(own_key: int, index: int, size: int) -> np.ndarray:
-    x = np.arange(size, dtype=np.uint32)
-    x += np.uint32((own_key + index) % (1 << 32))
-    x *= np.uint32(SPREAD)
-    x ^= x >> np.uint32(16)
-    x *= np.uint32(FIRST_FACTOR)
-    x ^= x >> np.uint32(15)
-    x *= np.uint32(SECOND_FACTOR)
-    x ^= x >> np.uint32(16)
-    x &= np.uint32(0xFFFF)
-    return x
+TABLE_TWICE = np.concatenate([TABLE, TABLE])
+"""The same, so that any section of it lies in one piece."""

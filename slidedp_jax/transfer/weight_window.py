@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from slidedp_jax.state.device_state import DevicePartState
 from slidedp_jax.state.fences import Fences
 from slidedp_jax.state.host_store import AnyPartState, HostStore
-from slidedp_jax.state.layout import ChunkLayout, FlatLayout
+from slidedp_jax.state.layout import ChunkLayout
 from slidedp_jax.state.weight_rounding import WeightRounding
 from slidedp_jax.tracer import Tracer
 from slidedp_jax.transfer.routes import FetchedChunk, WeightPath
@@ -135,7 +135,10 @@ class StreamedWeights:
         placed = self._keys[1]
         if chunk not in placed:
             parts = self._store.layouts[chunk].parts
-            keys = tuple(_keys_of_part(part, rounding) for part in parts)
+            keys = tuple(
+                np.array([rounding.key(slot.name) for slot in part.slots], np.uint32)
+                for part in parts
+            )
             placed[chunk] = jax.device_put(keys, self._everywhere)
         return placed[chunk]
 
@@ -159,16 +162,6 @@ class StreamedWeights:
         if isinstance(part, DevicePartState):
             return (part.arrays[field],)
         return self._path.fetch(part.views[field])
-
-
-def _keys_of_part(layout: FlatLayout, rounding: WeightRounding) -> np.ndarray:
-    """uint32 [slots, sections], zeros for sections that a parameter does not have."""
-    own = [rounding.keys(slot.name, slot.size) for slot in layout.slots]
-    keys = np.zeros((len(own), max(len(row) for row in own if row is not None)), np.uint32)
-    for number, row in enumerate(own):
-        assert row is not None
-        keys[number, : len(row)] = row
-    return keys
 
 
 class ResidentWeights:

@@ -17,8 +17,8 @@ from slidedp_jax.transfer.device_map import ROWS, SAME, DeviceMap
 from slidedp_jax.transfer.routes import FetchedChunk, GradientPath, ShardAllGather, WeightPath
 
 DitherKeys = tuple[jax.Array, ...] | None
-"""Per part of a chunk, keys of its parameters (`WeightRounding.keys`), uint32 [slots, sections],
-on every compute device; None where all dithers are the same, or none are needed."""
+"""Per part of a chunk, keys of its parameters (`WeightRounding.key`), uint32 [slots], on every
+compute device; None where all dithers are the same, or none are needed."""
 
 Packed = tuple[tuple[jax.Array, ...], jax.Array]
 """Wire array per trained part, and sums of squares [G]."""
@@ -94,7 +94,7 @@ def _parameters(
     ]
 
 
-def _dither(keys: jax.Array | None, shape: tuple[int, ...]) -> jax.Array:
+def _dither(key: jax.Array | None, shape: tuple[int, ...]) -> jax.Array:
     """Dithers of a parameter in its shape, or one for all."""
-    dither = dither_of_parameter(keys, math.prod(shape))
-    return dither if keys is None else dither.reshape(shape)
+    dither = dither_of_parameter(key, math.prod(shape))
+    return dither if key is None else dither.reshape(shape)

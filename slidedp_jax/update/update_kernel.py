@@ -30,7 +30,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from slidedp_jax.state.layout import FlatLayout, block_groups_array
 from slidedp_jax.state.split_float import join
 from slidedp_jax.state.weight_rounding import WeightRounding
-from slidedp_jax.update.block_dithers import block_dithers, dither_of_block, dither_of_piece
+from slidedp_jax.update.block_dithers import (
+    block_dithers,
+    dither_of_block,
+    dither_of_piece,
+    dither_or_nearest,
+)
 from slidedp_jax.update.elementwise import ElementwiseOptimizer
 from slidedp_jax.update.kernel_form import KernelForm, check_form
 
@@ -162,8 +167,8 @@ class UpdateKernels:
         if layout.name not in self._blocks:
             groups = block_groups_array(layout)
             assert (np.diff(groups) >= 0).all(), "the kernel walks over one group after another"
-            dithers = block_dithers(layout, self._rounding, self._sharding.mesh.size)
-            arrays = (groups, *(dithers.arrays if dithers is not None else ()))
+            devices = self._sharding.mesh.size
+            arrays = (groups, *block_dithers(layout, self._rounding, devices, self.form))
             self._blocks[layout.name] = tuple(jax.device_put(arrays, self._sharding))
         return self._blocks[layout.name]
 
@@ -176,7 +181,7 @@ class UpdateKernels:
         size = self._block_size
 
         def updated(
-            group: int, arrays: _Arrays, gradients: _Arrays, dither: jax.Array
+            group: int, arrays: _Arrays, gradients: _Arrays, dither: jax.Array | None
         ) -> list[jax.Array]:
             """Master weights and state after the step, all as one group's."""
             gradient = clip(sum_in_order(gradients), norm, max_norm)
@@ -206,7 +211,8 @@ class UpdateKernels:
         self, arrays: _Arrays, gradients: _Arrays, scalars: _Arrays, blocks: _Blocks
     ) -> _Arrays:
         arrays, (groups, *dithers) = _in_device_space((arrays, blocks))
-        master = join(arrays[0], arrays[1], dither_of_piece(dithers, self._block_size))
+        dither = dither_of_piece(dithers, self._block_size)
+        master = join(arrays[0], arrays[1], dither_or_nearest(dither))
         per_group = [
             self._optimizer.init_block(group, master) for group in range(self._optimizer.num_groups)
         ]
@@ -277,30 +283,38 @@ def clip(gradient: jax.Array, norm: jax.Array, max_norm: jax.Array) -> jax.Array
     return jnp.where(norm < max_norm, gradient, (gradient / norm) * max_norm)
 
 
-def _join_numbers(high: jax.Array, low: jax.Array, dither: jax.Array) -> jax.Array:
+def _join_numbers(high: jax.Array, low: jax.Array, dither: jax.Array | None) -> jax.Array:
     """`split_float.join` but for the payload of a NaN, which stays a NaN.
 
     Arithmetic on a NaN keeps nothing that matters, and without the distinction XLA vectorises.
     (A carry may take from a NaN's upper half, but only where the lower half is not zero.)
     """
     upper = jax.lax.bitcast_convert_type(high, jnp.uint16).astype(jnp.uint32) << 16
+    if dither is None:  # the carry is the sign of the lower half
+        bits = upper.astype(jnp.int32) + low.astype(jnp.int32)
+        return jax.lax.bitcast_convert_type(bits, jnp.float32)
     lower = jax.lax.bitcast_convert_type(low, jnp.uint16).astype(jnp.uint32)
-    bits = (upper | lower) - ((lower + dither) & jnp.uint32(0x10000))
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+    carry = (lower + dither) & jnp.uint32(0x10000)
+    return jax.lax.bitcast_convert_type((upper | lower) - carry, jnp.float32)
 
 
-def _split_result(master: jax.Array, dither: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _split_result(master: jax.Array, dither: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """`split_float.split` of what arithmetic made, so without a NaN whose upper half is infinity.
 
     Hardware quiets the NaN that it makes or passes on, and `_join_numbers` makes no other.
     """
-    bits = jax.lax.bitcast_convert_type(master, jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(master, jnp.int32)
+    is_nan = jnp.isnan(master)
     # Rounding up would carry a NaN with all upper bits set (as CUDA makes) into the sign.
-    carried = jnp.where(jnp.isnan(master), bits & jnp.uint32(0xFFFF0000), bits)
-    high = ((carried + dither) >> 16).astype(jnp.uint16)
-    # From signed bits, which are others to XLA:CPU: it writes to memory what two outputs share.
-    low = jax.lax.bitcast_convert_type(master, jnp.int32).astype(jnp.int16)
-    return jax.lax.bitcast_convert_type(high, jnp.bfloat16), low
+    if dither is None:
+        carried = jnp.where(is_nan, bits & jnp.int32(-0x10000), bits)
+        high = ((carried + jnp.int32(0x8000)) >> 16).astype(jnp.uint16)
+    else:
+        # From unsigned bits, which are others to XLA:CPU: what two outputs share goes by memory.
+        unsigned = jax.lax.bitcast_convert_type(master, jnp.uint32)
+        unsigned = jnp.where(is_nan, unsigned & jnp.uint32(0xFFFF0000), unsigned)
+        high = ((unsigned + dither) >> 16).astype(jnp.uint16)
+    return jax.lax.bitcast_convert_type(high, jnp.bfloat16), bits.astype(jnp.int16)
 
 
 def _select(groups: jax.Array, candidates: list[jax.Array]) -> jax.Array:

@@ -116,8 +116,8 @@ class WholeParameterUpdates:
         ]
         high, low, *gradients = jax.device_put(flats, self._device(number))
         placed = jax.device_put(list(scalars), self._device(number))
-        keys = self._store.rounding.keys(slot.name, slot.size)
-        own = None if keys is None else jax.device_put(keys, self._device(number))
+        key = self._store.rounding.key(slot.name)
+        own = None if key is None else jax.device_put(np.uint32(key), self._device(number))
         state = self._store.whole_state[slot.name]
         return self._step(slot.group, slot.shape, state, high, low, own, gradients, placed)
 
@@ -131,13 +131,13 @@ class WholeParameterUpdates:
         state: list[jax.Array],
         high: jax.Array,
         low: jax.Array,
-        keys: jax.Array | None,
+        key: jax.Array | None,
         gradients: Sequence[jax.Array],
         scalars: Sequence[jax.Array],
     ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
         *shared, norm, max_norm = scalars
         gradient = clip(sum_in_order(gradients), norm, max_norm).reshape(shape)
-        dither = dither_of_parameter(keys, high.size)
+        dither = dither_of_parameter(key, high.size)
         master = join(high, low, dither).reshape(shape)
         values, state = self._optimizer.update(group, master, gradient, state, shared)
         return *split(values.reshape(-1), dither), state

@@ -2,13 +2,14 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 from plain_steps import token_batches
 from streamed_steps import adamw, strategy
 from toy_nnx import PARTS, VOCAB, Hybrid
 
 import slidedp_jax
-from slidedp_jax import Trainer
+from slidedp_jax import Trainer, UserError
 
 ROWS, TOKENS = 4, 9
 
@@ -31,6 +32,27 @@ def test_a_checkpoint_goes_on_with_other_devices_and_chunks(tmp_path):
         for name, values in second.parameters().items():
             np.testing.assert_array_equal(values, saved[name], err_msg=name)
         np.testing.assert_allclose(second.step(batches[1]).loss, expected, rtol=2e-6)
+
+
+def test_a_checkpoint_of_another_configuration_is_refused(tmp_path):
+    def start(**configuration):
+        adapted = slidedp_jax.adapt(
+            Hybrid(nnx.Rngs(1)), **PARTS, check_loss=False, configuration=configuration
+        )
+        return Trainer(adapted.model, adamw(), strategy=strategy(1, ROWS), num_devices=1)
+
+    with start(rope_theta=10_000, shape=(2, 3)) as first:
+        first.step(token_batches(VOCAB, ROWS, TOKENS, 1)[0])
+        folder = first.save(tmp_path)
+    with start(rope_theta=10_000, shape=[2, 3]) as second:
+        assert second.restore(folder).step == 1
+    with (
+        start(rope_theta=500_000, shape=[2, 3]) as third,
+        pytest.raises(UserError, match="another model configuration: rope_theta"),
+    ):
+        third.restore(folder)
+    with pytest.raises(UserError, match=r"cannot be written as JSON.*str\(\) of a dtype"):
+        start(dtype=jnp.bfloat16)
 
 
 def test_each_weight_returns_in_its_own_dtype():

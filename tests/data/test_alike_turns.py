@@ -104,6 +104,20 @@ def test_spans_are_those_of_measuring_each(name):
     check()
 
 
+def test_the_end_of_calls_is_told_where_white_space_may_be_either_sides():
+    """The template's space before a result, and spaces that one result begins with itself."""
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    messages = []
+    for i in range(alike_turns.MANY + 4):
+        messages.append({"role": "user", "content": "a"})
+        messages.append({"role": "assistant", "content": "a", "tool_calls": [call]})
+        result = "a" if i != alike_turns.MANY else " so "
+        messages.append({"role": "tool", "content": result})
+        messages.append({"role": "assistant", "content": "a"})
+    found = locate(row_of(messages), COMPILED["SYSTEM_AFTER_QUESTION"], SPECIALS)
+    assert {found.text[begin:end] for begin, end in found.learnt} == {" a</s>"}
+
+
 def long_row(turns, kind) -> ChatRow:
     """A conversation of one kind, every message of another length."""
     messages = []

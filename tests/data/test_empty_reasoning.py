@@ -58,6 +58,11 @@ def test_nothing_is_said_of_reasoning_that_the_row_has(notes_of):
     assert notes_of([ASKED, SAID], CHATML)[1] == []
 
 
+def test_nothing_is_said_of_answers_that_are_not_learnt(notes_of):
+    text, notes = notes_of([ASKED, SAID, ASKED, SAID | {"train": False}], SWITCHED)
+    assert f"assistant\n{EMPTY}a<|im_end|>" in text and notes == []
+
+
 def test_marked_spans_and_no_switch(notes_of):
     marked = CHATML_MARKED.replace("{% generation %}{{ ", "{% generation %}{{ '<think></think>' + ")
     text, notes = notes_of([ASKED, SAID] * 2, marked)

@@ -23,6 +23,23 @@ def test_the_hub_needs_its_extra(monkeypatch, tmp_path):
         resolve_model_folder("some-owner/some-model")
 
 
+@pytest.mark.parametrize("weights", [True, False])
+def test_weights_are_fetched_where_they_are_needed(weights, monkeypatch, tmp_path):
+    asked = []
+
+    def snapshot_download(name, *, allow_patterns):
+        asked.append((name, "*.safetensors" in allow_patterns, "*.json" in allow_patterns))
+        return str(tmp_path)
+
+    hub = types.ModuleType("huggingface_hub")
+    hub.snapshot_download = snapshot_download
+    hub.__spec__ = importlib.util.spec_from_loader("huggingface_hub", None)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model_folder("some-owner/some-model", weights=weights) == tmp_path
+    assert asked == [("some-owner/some-model", weights, True)]
+
+
 class RepositoryNotFoundError(Exception):
     pass
 

@@ -162,6 +162,12 @@ def test_optimizers_by_name_keep_what_they_keep(capsys):
     assert frozen == pytest.approx(8 * (1 - embedding / 4_022_468_096))
 
 
+@pytest.mark.parametrize("extra", [["--optim", "muon"], ["--freeze", "model.norm.*"]])
+def test_what_training_keeps_on_the_host_is_planned_there(extra, capsys):
+    assert planned(capsys, *JOB)["chosen"]["strategy"]["resident_chunks"] > 0
+    assert planned(capsys, *JOB, *extra)["chosen"]["strategy"]["resident_chunks"] == 0
+
+
 def test_frozen_parameters_and_whole_matrices_are_noted(capsys):
     assert main([*JOB, "--freeze", "model.embed_tokens.*", "--optim", "muon"]) == 0
     text = capsys.readouterr().out

@@ -1,0 +1,192 @@
+"""Which settings a resumed run may have otherwise than before, and what it says of those it has."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from slidedp_jax.errors import UserError
+from slidedp_jax.run.arguments import TrainArguments
+
+PATHS = ("model_name_or_path", "train_file", "chat_template_path")
+"""Settings that name what is known by its content, wherever it lies and however that is spelled."""
+
+MAY_CHANGE = frozenset(
+    {
+        "allow_changed",
+        "output_dir",
+        "overwrite_output_dir",
+        "max_steps",
+        "num_train_epochs",
+        "num_devices",
+        "devices",
+        "platform",
+        "num_host_devices",
+        "device_memory_budget",
+        "keep_activations",
+        "resident_state",
+        "host_memory_budget",
+        "compilation_cache",
+        "layers_per_chunk",
+        "rows_per_microbatch",
+        "loss_chunk_tokens",
+        "weight_route",
+        "gradient_route",
+        "hardware",
+        "dry_run",
+        "attention",
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "save_steps",
+        "save_at_end",
+        "save_total_limit",
+        "eval_steps",
+        "validation_file",
+        "logging_steps",
+        "disable_tqdm",
+        "verbose",
+        "export",
+        "export_dtype",
+        "export_rounding",
+        "weight_rounding",
+        "sample_prompts",
+        "sample_max_new_tokens",
+        "on_nonfinite",
+        "max_loss",
+        "max_consecutive_skips",
+        "plan_from",
+    }
+)
+"""Settings that a resumed run may have otherwise than the run that it continues."""
+
+SCHEDULE = (
+    "learning_rate",
+    "lr_scheduler_type",
+    "warmup_steps",
+    "warmup_ratio",
+    "min_lr_ratio",
+)
+"""Settings of the learning rate at each step."""
+
+DATA = (
+    "train_file",
+    "max_train_samples",
+    "max_seq_length",
+    "packing",
+    "loss_on",
+    "over_long",
+    "truncation_keep",
+    "append_eos",
+    "skip_bad_rows",
+    "chat_template_path",
+    "chat_template_kwargs",
+    "columns",
+    "shuffle",
+    "data_seed",
+)
+"""Settings that make the rows and their order."""
+
+ALLOWABLE = (
+    *SCHEDULE,
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "max_grad_norm",
+    *DATA,
+)
+"""What `allow_changed` may name: changes after which a run is another, but can go on."""
+
+
+def check_allowed(args: TrainArguments) -> None:
+    """Whether `allow_changed` names what it can.
+
+    Raises:
+      UserError: it does not.
+    """
+    wrong = [name for name in args.allow_changed if name not in {*ALLOWABLE, *MAY_CHANGE}]
+    if wrong:
+        raise UserError(
+            f"allow_changed names {', '.join(wrong)}; a run can go on with another "
+            f"{', '.join(ALLOWABLE)}. {_anew(args.output_dir)}"
+        )
+
+
+def data_may_change(args: TrainArguments) -> bool:
+    """Whether a run may go on with other rows, or the same in another order."""
+    return not set(DATA).isdisjoint(args.allow_changed)
+
+
+def check_settings(
+    args: TrainArguments, before: Mapping[str, Any], root: object, *, by_content: bool
+) -> list[str]:
+    """Compare the settings of a run that goes on; notes on those that may differ and do.
+
+    Args:
+      args: of this start.
+      before: of the last one.
+      root: the output folder.
+      by_content: what `PATHS` name is compared elsewhere, by its content.
+
+    Raises:
+      UserError: others differ; it says how to go on nevertheless.
+    """
+    skipped = MAY_CHANGE.union(PATHS) if by_content else MAY_CHANGE
+    differing = {
+        name: f"{name} was {was!r}, now {now!r}"
+        for name, (was, now) in changed(args, before).items()
+        if name not in skipped
+    }
+    refused = [name for name in differing if name not in args.allow_changed]
+    if not refused:
+        return [f"as allowed, {text}" for text in differing.values()]
+    possible = [name for name in differing if name in ALLOWABLE]
+    ways = []
+    if len(possible) == len(differing):
+        ways.append(f"To go on with the new ones: --allow_changed {' '.join(possible)}.")
+    else:
+        ways.append(_anew(root))
+    raise UserError(
+        f"output_dir {root} holds a run with other settings: "
+        f"{'; '.join(differing[name] for name in refused)}. {' '.join(ways)} Or use the same "
+        "settings, another output_dir, or --overwrite_output_dir, which deletes the run"
+    )
+
+
+def changed(args: TrainArguments, before: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Setting -> its values before and now, of those that differ."""
+    now = dataclasses.asdict(args)
+    return {
+        name: (before[name], now[name])
+        for name in now
+        if name in before and before[name] != now[name]
+    }
+
+
+def starts(
+    previous: Mapping[str, Any] | None, args: TrainArguments, *, time: str, from_step: int
+) -> list[dict[str, Any]]:
+    """All starts of a run, this one last: the first with all settings, others with what changed.
+
+    Args:
+      previous: what `record.read_run` gave of the run so far, if there is one.
+      args: of this start.
+      time: of this start.
+      from_step: steps that were done.
+    """
+    this = {"time": time, "from_step": from_step}
+    if previous is None:
+        return [this | {"arguments": dataclasses.asdict(args)}]
+    earlier = previous.get("starts") or [
+        {"time": previous.get("started"), "from_step": 0, "arguments": previous["arguments"]}
+    ]
+    differing = changed(args, previous["arguments"])
+    return [*earlier, this | {"changed": {name: list(pair) for name, pair in differing.items()}}]
+
+
+def _anew(root: object) -> str:
+    return (
+        f"To start a new run from the weights of this one: `slidedp export {root} NEW`, then "
+        "--model_name_or_path NEW with another --output_dir."
+    )

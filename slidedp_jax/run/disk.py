@@ -1,0 +1,170 @@
+"""What a run will write to its output folder, against what is free there."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Any
+
+from slidedp_jax.checkpoint.save_restore import list_steps
+from slidedp_jax.disk_room import bytes_within, free_bytes, nearest_folder
+from slidedp_jax.errors import UserError
+from slidedp_jax.planner.disk import DiskUse, disk_use
+from slidedp_jax.planner.hardware import size_text
+from slidedp_jax.planner.search import Plan
+from slidedp_jax.run.arguments import TrainArguments
+from slidedp_jax.run.folder import RunFolder
+from slidedp_jax.run.replaced import FOLDERS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunDisk:
+    """Sizes in bytes, as far as they can be told beforehand: weights and optimizer state.
+
+    Attributes:
+      root: the output folder; it may not exist yet.
+      use: one checkpoint, the export, and how many checkpoints there are at once.
+      saves: steps that end in a save.
+      kept: complete checkpoints that are there now.
+      limit: how many stay after a save.
+      replaced_bytes: of a run that is there until the first save.
+      free_bytes: on the file system of the output folder; None where it is not this machine's.
+    """
+
+    root: pathlib.Path
+    use: DiskUse
+    saves: tuple[int, ...]
+    kept: int
+    limit: int
+    replaced_bytes: int
+    free_bytes: int | None
+
+    def __str__(self) -> str:
+        number, use = self.use.num_checkpoints, self.use
+        written = ""
+        if number > 1 and self.saves:
+            written = f" ({number - 1} kept, one being written)"
+        checkpoints = "checkpoint" if number == 1 else "checkpoints"
+        parts = [f"{number} {checkpoints} of {size_text(use.checkpoint_bytes)}{written}"]
+        if not number:
+            parts = []
+        if use.export_bytes:
+            parts.append(f"{size_text(use.export_bytes)} of export")
+        if not parts:
+            return "disk: nothing is saved or exported"
+        free = ""
+        if self.free_bytes is not None:
+            free = f"; {size_text(self.free_bytes)} free in {nearest_folder(self.root)}"
+        return f"disk: {size_text(use.total_bytes)} at most: {' and '.join(parts)}{free}"
+
+    def record(self) -> dict[str, Any]:
+        """For `run.json`."""
+        return {
+            "checkpoint_bytes": self.use.checkpoint_bytes,
+            "most_checkpoints": self.use.num_checkpoints,
+            "export_bytes": self.use.export_bytes,
+            "free_bytes": self.free_bytes,
+        }
+
+    def check(self) -> list[str]:
+        """Notes for the user.
+
+        Raises:
+          UserError: there is no room for one checkpoint and the export.
+        """
+        if self.free_bytes is None:
+            return []
+        least = self._peak(self.saves[-1:], limit=1)
+        if least > self.free_bytes:
+            what = " and ".join(
+                [f"a checkpoint of {size_text(self.use.checkpoint_bytes)}"] * bool(self.saves)
+                + [f"{size_text(self.use.export_bytes)} of export"] * bool(self.use.export_bytes)
+            )
+            raise UserError(
+                f"output_dir {self.root} has no room for {what}: at least {size_text(least)} more "
+                f"are needed, {size_text(self.free_bytes)} are free in "
+                f"{nearest_folder(self.root)}. Make room, or give an output_dir on another disk"
+            )
+        if self._peak(self.saves, limit=self.limit) <= self.free_bytes:
+            return []
+        first = next(
+            step
+            for number, step in enumerate(self.saves, start=1)
+            if self._peak(self.saves[:number], limit=self.limit) > self.free_bytes
+        )
+        return [
+            f"save_total_limit {self.limit} needs "
+            f"{size_text(self._peak(self.saves, limit=self.limit))} more on the disk, "
+            f"{size_text(self.free_bytes)} are free in {nearest_folder(self.root)}: the run will "
+            f"stop at the save of step {first} or soon after, unless there is more by then; "
+            f"{self._advice()}"
+        ]
+
+    def _advice(self) -> str:
+        assert self.free_bytes is not None
+        for limit in range(self.limit - 1, 0, -1):
+            if self._peak(self.saves, limit=limit) <= self.free_bytes:
+                return f"--save_total_limit {limit} fits"
+        return "--save_steps null, which saves at the end only, fits"
+
+    def _peak(self, saves: tuple[int, ...], *, limit: int) -> float:
+        """Most bytes beside what is there now; a new checkpoint is whole before an old one goes."""
+        one, peak, now = self.use.checkpoint_bytes, 0.0, self.kept
+        replaced = 0
+        for _ in saves[: limit + 2]:  # from then on, nothing changes
+            now += 1
+            peak = max(peak, (now - self.kept) * one - replaced)
+            replaced = self.replaced_bytes
+            now = min(now, limit)
+        return max(peak, (now - self.kept) * one - replaced + self.use.export_bytes)
+
+
+def disk_of_run(
+    args: TrainArguments, folder: RunFolder, plan: Plan, *, num_steps: int, first_step: int
+) -> RunDisk:
+    """What is left of a run needs.
+
+    Args:
+      args: its settings.
+      folder: its output folder.
+      plan: of its memory, which knows parameters and optimizer state.
+      num_steps: steps in all.
+      first_step: steps that are done.
+    """
+    saves = _saves(args, num_steps=num_steps, first_step=first_step)
+    kept = 0 if folder.replaces else len(list_steps(folder.checkpoints))
+    exported = first_step >= num_steps and folder.export.is_dir()
+    use = disk_use(
+        plan.job.workload.num_parameters,
+        plan.job.optimizer_state_bytes,
+        save_total_limit=args.save_total_limit,
+        export_dtype=args.export_dtype,
+        averaged=args.ema_decay is not None,
+    )
+    most = min(kept + len(saves), max(kept, args.save_total_limit) + 1)
+    return RunDisk(
+        root=folder.root,
+        use=dataclasses.replace(
+            use,
+            num_checkpoints=most,
+            export_bytes=use.export_bytes if args.export and not exported else 0.0,
+        ),
+        saves=saves,
+        kept=kept,
+        limit=args.save_total_limit,
+        replaced_bytes=sum(bytes_within(folder.root / name) for name in FOLDERS)
+        if folder.replaces
+        else 0,
+        free_bytes=None if args.hardware is not None else free_bytes(folder.root),
+    )
+
+
+def _saves(args: TrainArguments, *, num_steps: int, first_step: int) -> tuple[int, ...]:
+    """Steps that end in a save."""
+    steps: list[int] = []
+    if args.save_steps is not None:
+        every = args.save_steps
+        steps = list(range((first_step // every + 1) * every, num_steps + 1, every))
+    if args.save_at_end and num_steps > first_step and steps[-1:] != [num_steps]:
+        steps.append(num_steps)
+    return tuple(steps)

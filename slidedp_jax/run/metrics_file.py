@@ -1,0 +1,103 @@
+"""`metrics.jsonl`: one JSON object per line, each written whole and read back."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from slidedp_jax.disk_room import writing
+from slidedp_jax.whole_files import write_whole
+
+NONFINITE = "nonfinite"
+"""Entry of a record that says what the numbers were that JSON cannot hold and that are null."""
+EVALUATED_ROWS = "eval_data"
+"""Entry of an evaluation: the fingerprint of its rows."""
+
+
+class MetricsFile:
+    """Appends records.
+
+    Args:
+      path: the file; made if it is not there.
+
+    Raises:
+      OSError: the file system refuses; the message names the file.
+    """
+
+    def __init__(self, path: pathlib.Path):
+        self._path = path
+        with writing(path):
+            self._stream = path.open("ab", buffering=0)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one record, with the time of day (UTC) as `time`.
+
+        What a full disk cuts is forgotten when the run goes on.
+
+        Raises:
+          OSError: the file system refuses; the message names the file.
+        """
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+        line = (json.dumps(as_json({**record, "time": now}), allow_nan=False) + "\n").encode()
+        with writing(self._path):
+            while line:
+                line = line[self._stream.write(line) :]
+
+    def close(self) -> None:
+        """Nothing is written any more."""
+        self._stream.close()
+
+
+def as_json(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with null for numbers that JSON has no word for; `nonfinite` says what they were."""
+    odd = {
+        name: str(value)
+        for name, value in record.items()
+        if isinstance(value, float) and not math.isfinite(value)
+    }
+    return {
+        **{name: None if name in odd else value for name, value in record.items()},
+        **({NONFINITE: odd} if odd else {}),
+    }
+
+
+def drop_after(path: pathlib.Path, step: int) -> None:
+    """Forget records of later steps, which a resumed run will take again, and lines that are cut.
+
+    Raises:
+      OSError: the file system refuses; the message names the file.
+    """
+    if not path.exists():
+        return
+    text = path.read_bytes().decode(errors="replace")
+    kept = [f"{line}\n" for line in text.splitlines() if _step_of(line) in range(step + 1)]
+    if "".join(kept) != text:
+        write_whole(path, "".join(kept))
+
+
+def has_evaluation(path: pathlib.Path, step: int, rows: str) -> bool:
+    """Whether the file holds the loss of these rows after a step.
+
+    Args:
+      path: the file; it need not exist.
+      step: steps done.
+      rows: their fingerprint; earlier versions did not write it down.
+    """
+    if not path.exists():
+        return False
+    lines = path.read_bytes().decode(errors="replace").splitlines()
+    records = [json.loads(line) for line in lines if _step_of(line) == step]
+    return any(
+        "eval_loss" in record and record.get(EVALUATED_ROWS, rows) == rows for record in records
+    )
+
+
+def _step_of(line: str) -> int | None:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return None

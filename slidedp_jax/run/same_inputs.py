@@ -1,0 +1,81 @@
+"""What a run was made from, known by its content, wherever it lies and however that is spelled."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pathlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from slidedp_jax.data import Tokenizer
+from slidedp_jax.errors import UserError
+from slidedp_jax.run.checks import RunInputs
+
+ROWS, TOKENIZER = "rows", "tokenizer"
+_CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def fingerprints(inputs: RunInputs) -> dict[str, str | None]:
+    """Of the training rows (token ids, labels, boundaries) and of the tokenizer, if there is one.
+
+    The model's configuration is compared by its fields (`checkpoint.record.check_configuration`).
+    """
+    tokenizer = inputs.pretrained.tokenizer
+    return {
+        ROWS: inputs.source.state()["data"],
+        TOKENIZER: None if tokenizer is None else _of_tokenizer(tokenizer),
+    }
+
+
+def check_same(
+    before: Mapping[str, Any] | None, inputs: RunInputs, *, other_rows: bool = False
+) -> None:
+    """Whether a run goes on with what it was started with, as far as that was written down.
+
+    `other_rows`: they may be others.
+
+    Raises:
+      UserError: the rows or the tokenizer are others.
+    """
+    now, hint = fingerprints(inputs), "; to go on with the new rows: --allow_changed train_file"
+    what = {
+        ROWS: "the training rows, as token ids and labels,",
+        TOKENIZER: f"the tokenizer in {inputs.pretrained.folder}",
+    }
+    if other_rows:
+        del what[ROWS]
+    for name, text in what.items():
+        if before is not None and before.get(name, now[name]) != now[name]:
+            raise UserError(
+                f"{text} differ from those that the run was started with (their fingerprint was "
+                f"{before[name]}, is {now[name]}). Give the same model folder, files and settings, "
+                f"or another output_dir{hint if name == ROWS else ''}"
+            )
+
+
+def base_model_name(name_or_path: str) -> str:
+    """A model's name without its place on this machine: `Qwen/Qwen3-4B` or a folder's name."""
+    path = pathlib.Path(name_or_path).expanduser()
+    if not path.is_dir():
+        return name_or_path if _HUB_NAME.fullmatch(name_or_path) else path.name
+    for part in path.resolve().parts:
+        if found := _CACHED.fullmatch(part):
+            return f"{found[1]}/{found[2]}"
+    return path.resolve().name
+
+
+def _of_tokenizer(tokenizer: Tokenizer) -> str:
+    """Of the vocabulary and the special tokens; not of its file, which versions write otherwise."""
+    vocabulary = tokenizer.backend.get_vocab(with_added_tokens=True)
+    content = [
+        sorted(vocabulary.items()),
+        tokenizer.eos_id,
+        tokenizer.pad_id,
+        list(tokenizer.stop_ids),
+        list(tokenizer.prefix_ids),
+        list(tokenizer.suffix_ids),
+    ]
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()

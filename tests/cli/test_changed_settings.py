@@ -1,0 +1,126 @@
+"""Going on with other settings: what may change by itself, what when asked for, what never."""
+
+import json
+import shutil
+
+import pytest
+from runs import losses, metrics, tree_of, write_rows
+
+from slidedp_jax.run.arguments import FIELDS
+from slidedp_jax.run.changes import ALLOWABLE, DATA, MAY_CHANGE, PATHS, SCHEDULE
+from slidedp_jax.train import main
+
+
+@pytest.fixture(scope="module")
+def begun(inputs, tmp_path_factory):
+    """Two steps of three."""
+    out = tmp_path_factory.mktemp("begun") / "run"
+    inputs.train(out, max_steps=2)
+    return out
+
+
+@pytest.fixture
+def out(begun, tmp_path):
+    return shutil.copytree(begun, tmp_path / "run")
+
+
+def record(out):
+    return json.loads((out / "run.json").read_text())
+
+
+def test_every_name_is_a_setting_and_in_one_place():
+    assert FIELDS.keys() >= MAY_CHANGE | {*ALLOWABLE, *PATHS}
+    assert MAY_CHANGE.isdisjoint(ALLOWABLE)
+    assert set(SCHEDULE) <= set(ALLOWABLE) and set(DATA) <= set(ALLOWABLE)
+    never = FIELDS.keys() - MAY_CHANGE - {*ALLOWABLE, *PATHS}
+    assert never == {"dtype", "optim", "freeze", "ema_decay", "seed"}
+
+
+def test_another_learning_rate_is_refused_with_the_words_that_allow_it(inputs, out, capsys):
+    before = tree_of(out)
+    changed = {"learning_rate": 2e-2, "weight_decay": 0.1}
+    assert main(inputs.command(out, max_steps=3, **changed)) == 1
+    error = capsys.readouterr().err
+    assert "--allow_changed learning_rate weight_decay." in error and "slidedp export" not in error
+    assert tree_of(out) == before
+    assert main(inputs.command(out, max_steps=3, allow_changed="weight_decay", **changed)) == 1
+    error = capsys.readouterr().err
+    assert "learning_rate was 0.01" in error and "weight_decay was" not in error
+    inputs.train(out, max_steps=3, allow_changed=["learning_rate", "weight_decay"], **changed)
+    said = capsys.readouterr().out
+    assert "note: as allowed, learning_rate was 0.01, now 0.02" in said
+    jump = "the learning rate jumps here from 0.01 to 0.02: learning_rate changed"
+    assert f"note: {jump}" in said
+    assert [m["learning_rate"] for m in metrics(out)] == [0.01, 0.01, 0.02]
+
+
+def test_all_starts_are_remembered(inputs, out):
+    settings = {"learning_rate": 2e-2, "allow_changed": "learning_rate", "save_steps": 7}
+    inputs.train(out, max_steps=3, **settings)
+    inputs.train(out, max_steps=3, **settings)  # nothing changes any more
+    first, second, third = record(out)["starts"]
+    assert first["arguments"]["learning_rate"] == 0.01 and first["from_step"] == 0
+    assert second["from_step"] == 2 and second["changed"]["learning_rate"] == [0.01, 0.02]
+    assert second["changed"]["save_steps"] == [500, 7] and second["changed"]["max_steps"] == [2, 3]
+    assert third["from_step"] == 3 and third["changed"] == {}
+    assert first["time"] <= second["time"] <= third["time"]
+    (out / "run.json").unlink()
+    inputs.train(out, max_steps=3, **settings)
+    assert len(record(out)["starts"]) == 3  # those that the last checkpoint knows, and this one
+
+
+@pytest.mark.parametrize("change", [{"optim": "lion"}, {"seed": 7}, {"ema_decay": 0.9}], ids=str)
+def test_what_cannot_change_says_how_to_start_from_the_weights(inputs, out, capsys, change):
+    (name,) = change
+    assert main(inputs.command(out, max_steps=3, learning_rate=2e-2, **change)) == 1
+    error = capsys.readouterr().err
+    assert f"{name} was" in error and "allow_changed" not in error
+    assert f"`slidedp export {out} NEW`, then --model_name_or_path NEW" in error
+    assert main(inputs.command(out, max_steps=3, allow_changed=name, **change)) == 1
+    error = capsys.readouterr().err
+    assert f"allow_changed names {name}; a run can go on with another learning_rate" in error
+    assert f"slidedp export {out} NEW" in error
+
+
+def test_other_rows_begin_at_their_beginning(inputs, out, capsys):
+    rows = write_rows(out.parent / "rows.jsonl", 72)
+    settings = {"train_file": rows, "max_steps": "null", "num_train_epochs": 1}
+    assert main(inputs.command(out, **settings)) == 1
+    assert "from their beginning: --allow_changed train_file" in capsys.readouterr().err
+    inputs.train(out, allow_changed="train_file", save_steps=1, **settings)
+    said = capsys.readouterr().out
+    assert "note: the training rows or their order are others: they begin anew here" in said
+    assert "note: planned anew for other data" in said
+    assert len(losses(out)) == 5  # two of the former, then all of the new
+    later = [row for record in metrics(out)[2:] for row in record["row_ids"]]
+    assert sorted(later) == list(range(72))
+    shutil.rmtree(out / "checkpoints" / "step_00000005")
+    inputs.train(out, allow_changed="train_file", save_steps=1, **settings)
+    said = capsys.readouterr().out
+    assert "at step 4" in said and "anew" not in said  # now they are the run's own
+    again = [row for record in metrics(out)[2:] for row in record["row_ids"]]
+    assert again == later
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"max_seq_length": 32}, {"packing": True, "per_device_train_batch_size": 1}, {"data_seed": 9}],
+    ids=str,
+)
+def test_other_ways_to_make_rows_go_on_too(inputs, out, capsys, change):
+    name = next(iter(change))
+    change |= {"rows_per_microbatch": 1}
+    assert main(inputs.command(out, max_steps=3, **change)) == 1
+    assert f"--allow_changed {name}." in capsys.readouterr().err
+    inputs.train(out, max_steps=3, allow_changed=name, **change)
+    said = capsys.readouterr().out
+    assert "begin anew here" in said and "planned anew" in said and len(losses(out)) == 3
+
+
+def test_a_clip_that_is_dropped_or_added_is_planned_for(inputs, out, capsys):
+    """Without one, updates need not wait."""
+    inputs.train(out, max_steps=3, max_grad_norm=0, allow_changed="max_grad_norm")
+    assert "max_grad_norm was 1.0, now 0.0" in capsys.readouterr().out
+    assert record(out)["plan"]["chosen"]["strategy"]["update_policy"] == "eager"
+    inputs.train(out, max_steps=4, max_grad_norm=0.5, allow_changed="max_grad_norm")
+    assert record(out)["plan"]["chosen"]["strategy"]["update_policy"] == "deferred"
