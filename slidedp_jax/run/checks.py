@@ -20,6 +20,7 @@ from slidedp_jax.pretrained import Pretrained, from_pretrained
 from slidedp_jax.run.arguments import WHOLE_PARAMETER_OPTIMIZERS, TrainArguments
 from slidedp_jax.run.data_settings import example_settings
 from slidedp_jax.state.freezing import frozen_names
+from slidedp_jax.wording import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,7 +267,8 @@ def epochs_note(inputs: RunInputs, args: TrainArguments) -> str:
     source, done = inputs.source, inputs.first_step
     epochs = source.epochs_after(max(0, inputs.num_steps - done))
     repeated = " (the data repeats, reshuffled)" if math.ceil(epochs) > 1 and args.max_steps else ""
-    rows, so_far = source.rows_per_step, ""
+    rows, so_far = counted(source.rows_per_step, "row"), ""
     if done:
-        so_far = f"; {done} steps, {source.epochs_after():.2f} epochs are done"
-    return f"{inputs.num_steps} steps of {rows} rows, {epochs:.2f} epochs{repeated}{so_far}"
+        so_far = f"; {counted(done, 'step')}, {source.epochs_after():.2f} epochs are done"
+    steps = counted(inputs.num_steps, "step")
+    return f"{steps} of {rows}, {epochs:.2f} epochs{repeated}{so_far}"
