@@ -7,12 +7,15 @@ traces, per device, on that device's rows. Letters: B rows, T tokens, D hidden, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+
+from slidedp_jax.wording import short_count
 
 Params = Any
 """Pytree of arrays of one stage, in the compute dtype inside the runtime's traces."""
@@ -77,6 +80,10 @@ class Stage:
         return [".".join(part for part in (self.name, leaf) if part) for leaf in inner]
 
 
+def _num_parameters(shapes: Any) -> int:
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+
+
 Cache = Any
 """Pytree of arrays that one layer keeps while rows grow, each with leading dimension B."""
 
@@ -109,7 +116,7 @@ class CachedForm:
     max_tokens: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class StreamedModel:
     """A decoder as the runtime sees it.
 
@@ -159,6 +166,20 @@ class StreamedModel:
     shift_labels: bool = True
     token_arrays: Mapping[str, jax.ShapeDtypeStruct] = field(default_factory=dict)
     configuration: Mapping[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        """One line: the stages with their sizes."""
+        sizes = [_num_parameters(stage.shapes) for stage in self.stages()]
+        kinds = len(set(self.layer_fns))
+        layers = (
+            f"{len(self.layers)} layers" if kinds == 1 else f"{len(self.layers)} of {kinds} kinds"
+        )
+        return (
+            f"<StreamedModel: {short_count(sum(sizes))} parameters; embedding "
+            f"{short_count(sizes[0])}{' (tied)' if self.tied else ''}, {layers} of up to "
+            f"{short_count(max(sizes[1:-1]))} ({self.layers[0].name or 'unnamed'} ...), head "
+            f"{short_count(sizes[-1])}; vocabulary {self.vocab_size:,}>"
+        )
 
     def head_loss(self, loss_chunk_tokens: int) -> HeadLossFn:
         """The loss under a strategy that says `loss_chunk_tokens`."""

@@ -16,6 +16,7 @@ from slidedp_jax.planner.search import Plan, Rejected
 from slidedp_jax.planner.stated_machine import host_line
 from slidedp_jax.planner.step_time import StepTime
 from slidedp_jax.planner.timeline import LANES
+from slidedp_jax.planner.words import CATEGORY_WORDS, LANE_WORDS, PHASE_WORDS
 from slidedp_jax.wording import counted
 
 
@@ -190,7 +191,7 @@ def _memory_lines(plan: Plan, disk: DiskUse | None) -> list[str]:
     per_parameter = memory.host_bytes / plan.job.workload.num_parameters
     return [
         f"memory of each device: {size_text(memory.device_bytes)} of "
-        f"{size_text(plan.job.device_budget_bytes)}, most in phase {memory.device_phase}",
+        f"{size_text(plan.job.device_budget_bytes)}, most {PHASE_WORDS[memory.device_phase]}",
         *_parts(memory.device),
         f"host memory: {size_text(memory.host_bytes)} of {size_text(plan.job.host_budget_bytes)}, "
         f"{per_parameter:.1f} bytes per parameter",
@@ -201,22 +202,27 @@ def _memory_lines(plan: Plan, disk: DiskUse | None) -> list[str]:
 
 def _parts(parts: Mapping[str, float]) -> list[str]:
     ordered = sorted(parts.items(), key=lambda item: -item[1])
-    return [f"  {name:<24} {size_text(size):>12}" for name, size in ordered if size > 0]
+    return [
+        f"  {name:<24} {size_text(size):>12}  {CATEGORY_WORDS[name]}"
+        for name, size in ordered
+        if size > 0
+    ]
 
 
 def _time_lines(time: StepTime) -> list[str]:
     lines = [
         f"step: {time.step_s:.3f} s predicted, {time.tokens_per_s:,.0f} tokens/s, "
-        f"MFU {time.mfu:.1%}, HFU {time.hfu:.1%}",
+        f"MFU {time.mfu:.1%}, HFU {time.hfu:.1%} (of peak; without and with recomputation)",
         f"  ten million tokens: {1e7 / time.tokens_per_s / 3600:.2f} h",
-        f"  at least {time.lower_bound_s:.3f} s; lanes one after the other {time.upper_bound_s:.3f}"
-        f" s; a single step alone {time.single_step_s:.3f} s",
+        f"  {time.lower_bound_s:.3f} s if everything overlapped, {time.upper_bound_s:.3f} s if "
+        f"nothing did; a single step alone {time.single_step_s:.3f} s",
         f"  {'lane':<14}{'busy s':>10}{'share':>9}{'compute waits s':>18}",
     ]
     for lane in LANES:
         waits = "" if lane == "compute" else f"{time.exposed_s[lane]:.3f}"
         lines.append(
             f"  {lane:<14}{time.busy_s[lane]:>10.3f}{time.busy_fraction[lane]:>9.1%}{waits:>18}"
+            f"  {LANE_WORDS[lane]}"
         )
     return lines
 

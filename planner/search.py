@@ -56,7 +56,7 @@ class Rejected:
     limits: tuple[Limit, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
     """What to run and what to expect.
 
@@ -76,6 +76,20 @@ class Plan:
     def strategy(self) -> Strategy:
         """The strategy to run."""
         return self.chosen.strategy
+
+    def __repr__(self) -> str:
+        """One line; `planner.report.plan_as_text` has all of it."""
+        job, memory, time = self.job, self.chosen.memory, self.chosen.time
+        hardware, batch = job.hardware, job.batch
+        devices = (
+            "" if hardware.unified_memory else f"{size_text(memory.device_bytes)} per device, "
+        )
+        return (
+            f"<Plan: {job.workload.name}, {counted(batch.num_rows, 'row')} x {batch.seq_length:,} "
+            f"tokens per step on {hardware.num_devices} x {hardware.name}: {time.step_s:.3g} s, "
+            f"{time.tokens_per_s:,.0f} tokens/s, {devices}{size_text(memory.host_bytes)} of host "
+            f"memory>"
+        )
 
 
 def plan(

@@ -72,13 +72,11 @@ def train(args: TrainArguments, stop: StopAtSignal) -> int:
 
 
 def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int, stop: StopAtSignal) -> int:
-    from slidedp_jax.planner.report import plan_as_text
     from slidedp_jax.run.arguments import WHOLE_PARAMETER_OPTIMIZERS
+    from slidedp_jax.run.batch_size import batch_notes, with_batch_size
     from slidedp_jax.run.changes import data_may_change
     from slidedp_jax.run.checks import (
         check_attention,
-        epochs_note,
-        frozen_note,
         load_inputs,
         make_plan,
         setting_notes,
@@ -86,6 +84,7 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int, stop: S
     from slidedp_jax.run.disk import disk_of_run
     from slidedp_jax.run.loop import Run
     from slidedp_jax.run.out_of_memory import explained
+    from slidedp_jax.run.overview import data_details, opening
     from slidedp_jax.run.record import IN_CHECKPOINT
     from slidedp_jax.run.resume import recorded_strategy, resumption
     from slidedp_jax.run.same_inputs import check_same
@@ -93,34 +92,33 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int, stop: S
     started = folder.started
     inputs = load_inputs(args, num_devices, started)
     resumed, notes = resumption(folder.resume_from), list(folder.notes)
+    before = folder.previous if resumed is None else resumed.extra.get(IN_CHECKPOINT)
+    before = before or folder.previous
+    args, inputs, size_notes = with_batch_size(args, inputs, num_devices, before)
+    notes += size_notes
     other_data = resumed is not None and resumed.other_data(inputs)
     if resumed is not None:
         inputs = resumed.continued(inputs, args)
         notes += resumed.notes(args, inputs)
-    before = folder.previous if resumed is None else resumed.extra.get(IN_CHECKPOINT)
-    before = before or folder.previous
     check_same((before or {}).get("fingerprints"), inputs, other_rows=data_may_change(args))
     strategy, plan_notes = recorded_strategy(before, args)
     if other_data and strategy is not None and args.plan_from is None:
         strategy, plan_notes = None, ["planned anew for other data: the last bits may change"]
     check_attention(args, inputs)
-    print(inputs.report)
-    if inputs.evaluation_report is not None:
-        print(f"for evaluation\n{inputs.evaluation_report}")
-    print(epochs_note(inputs, args))
-    for note in (*notes, *setting_notes(inputs, args), *plan_notes):
-        print(f"note: {note}")
+    notes += [*setting_notes(inputs, args), *plan_notes]
+    if args.optim in WHOLE_PARAMETER_OPTIMIZERS:
+        notes.append(
+            f"{args.optim} updates whole matrices on the host; steps take longer than that"
+        )
+    whole = args.dry_run or args.verbose
+    if whole:
+        print(data_details(inputs))
     plan = make_plan(args, inputs, num_devices, strategy)
-    if args.freeze:
-        print(frozen_note(args, inputs.pretrained.config))
-    print(plan_as_text(plan))
+    notes += batch_notes(args, inputs, plan, num_devices)
     steps = {"num_steps": inputs.num_steps, "first_step": inputs.first_step}
     disk = disk_of_run(args, folder, plan, **steps)
-    print(disk)
-    for note in disk.check():
-        print(f"note: {note}")
-    if args.optim in WHOLE_PARAMETER_OPTIMIZERS:
-        print(f"note: {args.optim} updates whole matrices on the host; steps take longer than that")
+    notes += disk.check()
+    print(opening(args, inputs, plan, disk, notes, whole=whole), flush=True)
     if args.dry_run:
         return 0
     try:

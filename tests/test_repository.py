@@ -29,8 +29,9 @@ def test_checker_has_no_findings(command):
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_readme_shows_the_example_that_runs():
-    example = (ROOT / "scripts" / "script_api_example.py").read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", ["script_api_example.py", "resumable_example.py"])
+def test_readme_shows_the_example_that_runs(name):
+    example = (ROOT / "scripts" / name).read_text(encoding="utf-8")
     body = example.split('"""\n\n', 1)[1]
     assert f"```python\n{body}```\n" in (ROOT / "README.md").read_text(encoding="utf-8")
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -50,6 +51,7 @@ def main() -> None:
             _install(folder / name, PACKAGES[name])
             paths = [str(folder / name), str(args.sources), os.environ.get("PYTHONPATH", "")]
             environment = os.environ | {
+                "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {_flags()}",
                 "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), *paths]),
                 "PORT_SOURCES": str(args.sources),
             }
@@ -82,6 +84,15 @@ def _install(folder: Path, packages: list[str]) -> None:
         return
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile"]
     subprocess.run([*command, "--target", str(folder), *packages], check=True)
+
+
+def _flags() -> str:
+    """Programs are small and run a few times, so that compiling them is most of the work."""
+    flags = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
+    if importlib.metadata.version("jax").startswith("0.10."):
+        # Its CPU compiler ends the process at dantinox; later versions do not know the flag.
+        flags.append("--xla_cpu_use_fusion_emitters=false")
+    return " ".join(flags)
 
 
 def _only(args: argparse.Namespace) -> list[str]:

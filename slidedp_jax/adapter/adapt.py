@@ -43,7 +43,7 @@ CHECKED_ROWS = 3
 _LOG = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Adapted:
     """A user's model, ready for `slidedp_jax.Trainer`.
 
@@ -60,6 +60,11 @@ class Adapted:
     unused: frozenset[str]
     tokens_per_row: int
     packed: bool
+
+    def __repr__(self) -> str:
+        """One line on what is trained, one on what no stage has."""
+        left_out = f"\nin no stage: {', '.join(sorted(self.unused))}" if self.unused else ""
+        return f"Adapted({self.model!r}){left_out}"
 
     def write_back(self, parameters: Mapping[str, np.ndarray]) -> Any:
         """The user's model with trained values, each in its own dtype and on its own devices.

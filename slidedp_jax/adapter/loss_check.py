@@ -31,9 +31,11 @@ def check_sum_over_rows(
       packed: whether batches have segments.
 
     Raises:
-      UserError: the loss of two rows is not the sum of their losses, or a row counts that must not.
+      UserError: the loss of two rows is not the sum of their losses, or a row counts that must not,
+        or a loss is no float32 where the compute dtype is bfloat16.
     """
     rows = _MadeUpRows(model, x, vocab_size, packed)
+    _check_dtypes(model, rows)
 
     def head_loss(which: Sequence[int]) -> jax.Array:
         head, embed = _made_up(model.head.shapes), _made_up(model.embed.shapes)
@@ -62,6 +64,28 @@ def check_sum_over_rows(
             _check_aux(stage.name, *_losses(aux, rows.FILLING))
 
 
+def _check_dtypes(model: StreamedModel, rows: _MadeUpRows) -> None:
+    """What losses are where parameters and hidden states are bfloat16; nothing is computed."""
+
+    def head_loss(tree: Any, tied: Any, hidden: jax.Array, batch: dict[str, jax.Array]) -> Any:
+        return model.head_loss_fn(tree, tied if model.tied else None, hidden, batch)
+
+    hidden, batch = rows.shapes()
+    found = jax.eval_shape(
+        head_loss, _halved(model.head.shapes), _halved(model.embed.shapes), hidden, batch
+    )
+    if found.dtype != jnp.float32:
+        raise UserError(
+            f"head_loss returns {found.dtype} where the parameters are bfloat16, as they are by "
+            "default; a sum of many tokens' losses keeps three digits then. Compute it in float32: "
+            "logits.astype(jnp.float32), jnp.sum(..., dtype=jnp.float32)"
+        )
+
+
+def _halved(shapes: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), shapes)
+
+
 class _MadeUpRows:
     """Two rows, one of which nothing is supervised, and one that fills up a microbatch."""
 
@@ -86,6 +110,14 @@ class _MadeUpRows:
         arrays["targets"][[self.UNSUPERVISED, self.FILLING]] = IGNORED
         self._arrays = arrays
         self._x = jax.ShapeDtypeStruct((4, *x.shape[1:]), x.dtype)
+
+    def shapes(self) -> tuple[jax.ShapeDtypeStruct, dict[str, jax.ShapeDtypeStruct]]:
+        """Of one row as the devices get it in bf16 compute."""
+        batch = {
+            name: jax.ShapeDtypeStruct((1, *array.shape[1:]), array.dtype)
+            for name, array in self._arrays.items()
+        }
+        return jax.ShapeDtypeStruct((1, *self._x.shape[1:]), jnp.bfloat16), batch
 
     def take(self, which: Sequence[int]) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Hidden states and batch of some rows."""

@@ -143,9 +143,6 @@ class BatchSource:
                 f"the longest example has {longest:,} tokens, rows take 1 to {max_seq_length:,}; "
                 "prepare the examples with the same max_seq_length"
             )
-        self._step_size = (
-            StepSize(per_device=step_size) if isinstance(step_size, int) else step_size
-        )
         self.examples = examples
         self._plan = one_per_row(len(examples))
         if packing:
@@ -159,11 +156,19 @@ class BatchSource:
         self._position = (0, 0)
         self.num_rows = len(self._plan)
         self.documents_per_row = int(np.diff(self._plan.offsets).max())
-        self.rows_per_step = self._step_size.rows
-        self.steps_per_epoch = math.ceil(self.num_rows / self.rows_per_step)
+        self.resize(step_size)
         widths = row_widths(max_seq_length, pad_to_multiple_of)
         self.widths = widths[-1:] if packing else widths
+        self.density = examples.num_tokens / (self.num_rows * widths[-1])
         self._order = _row_order(self.num_rows, seed if shuffle else None)
+
+    def resize(self, step_size: StepSize | int) -> None:
+        """Take steps of another size from here on."""
+        self._step_size = (
+            StepSize(per_device=step_size) if isinstance(step_size, int) else step_size
+        )
+        self.rows_per_step = self._step_size.rows
+        self.steps_per_epoch = math.ceil(self.num_rows / self.rows_per_step)
 
     def require_whole_step(self, report: DataReport | None = None) -> None:
         """Refuse data that does not fill one optimizer step; training calls this, evaluation not.
@@ -215,6 +220,25 @@ class BatchSource:
             return epoch + (row + num_steps * self.rows_per_step) / self.num_rows
         whole, steps = divmod(num_steps - rest, self.steps_per_epoch)
         return epoch + 1 + whole + steps * self.rows_per_step / self.num_rows
+
+    def width_shares(self) -> dict[int, float]:
+        """Width -> share of an epoch's steps whose rows have it.
+
+        Of rows in random order: a step is as wide as its longest row needs, and each of its rows is
+        any of them. Packed rows have one width.
+        """
+        if len(self.widths) == 1:
+            return {self.widths[0]: 1.0}
+        lengths = np.sort(self._row_lengths())
+        up_to = np.searchsorted(lengths, self.widths, side="right") / self.num_rows
+        below = up_to ** min(self.rows_per_step, self.num_rows)
+        shares = np.diff(below, prepend=0.0)
+        return {w: float(s) for w, s in zip(self.widths, shares, strict=True) if s > 0}
+
+    def _row_lengths(self) -> np.ndarray:
+        """Tokens of each row, without padding."""
+        lengths = np.asarray(self.examples.lengths, np.int64)
+        return np.add.reduceat(lengths[self._plan.members], self._plan.offsets[:-1])
 
     def __iter__(self) -> Iterator[StepBatch]:
         return self

@@ -15,7 +15,7 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import yaml
 
@@ -30,6 +30,7 @@ from slidedp_jax.planner.strategy import GradientRoute, WeightRoute
 from slidedp_jax.run.other_tools import CALLED_HERE, answer
 from slidedp_jax.state.weight_rounding import Rounding
 
+AUTO_BATCH_SIZE: Final = "auto"
 Scheduler = Literal["cosine", "linear", "constant", "constant_with_warmup"]
 
 
@@ -77,7 +78,9 @@ class TrainArguments:
     shuffle: bool = _setting("data", "a new order each epoch", True)
     data_seed: int | None = _setting("data", "of the order; the seed by default", None)
 
-    per_device_train_batch_size: int = _setting("training", "rows per device and micro batch", 1)
+    per_device_train_batch_size: int | Literal["auto"] = _setting(
+        "training", "rows per device and micro batch; auto: the planner's", 1
+    )
     gradient_accumulation_steps: int = _setting("training", "micro batches per step", 1)
     num_train_epochs: float = _setting("training", "passes over the data", 1.0)
     max_steps: int | None = _setting("training", "stop there, repeating epochs if need be", None)
@@ -142,7 +145,8 @@ class TrainArguments:
     )
     eval_steps: int | None = _setting("output", "steps between evaluations; null: at the end", None)
     logging_steps: int = _setting("output", "steps between console lines", 1)
-    disable_tqdm: bool = _setting("output", "plain lines also on a terminal", False)
+    disable_tqdm: bool = _setting("output", "no bar on a terminal", False)
+    verbose: bool = _setting("output", "print the whole plan and the data's report first", False)
     export: bool = _setting("output", "write a Hugging Face folder at the end", True)
     export_dtype: Literal["bfloat16", "float16", "float32"] = _setting(
         "output", "of the exported weights", "bfloat16"
@@ -154,7 +158,13 @@ class TrainArguments:
     sample_max_new_tokens: int = _setting("output", "length of the samples", 48)
 
     def __post_init__(self) -> None:
-        for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "logging_steps"):
+        size = self.per_device_train_batch_size
+        self._require(
+            "per_device_train_batch_size",
+            size == AUTO_BATCH_SIZE or (isinstance(size, int) and size >= 1),
+            "at least 1, or auto",
+        )
+        for name in ("gradient_accumulation_steps", "logging_steps"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
         for name in ("max_steps", "save_steps", "eval_steps", "num_devices", "max_train_samples"):
             value = getattr(self, name)
@@ -268,6 +278,12 @@ def convert(name: str, value: Any) -> Any:
         if _scalar(name, value) in (None, "None", "none", "null", "Null", "~", ""):
             return None
         hint = next(option for option in options if option is not type(None))
+    elif is_union:  # a number, or words that stand for one
+        value = _scalar(name, value)
+        words = next(typing.get_args(o) for o in options if typing.get_origin(o) is Literal)
+        if isinstance(value, str) and not value[:1].isdecimal() and value[:1] not in ("-", "."):
+            return _choice(name, value, (*words, "a number"))
+        hint = next(option for option in options if typing.get_origin(option) is not Literal)
     origin = typing.get_origin(hint)
     if origin is list:
         return [str(item) for item in (value if isinstance(value, list) else [value])]

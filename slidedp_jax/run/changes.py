@@ -45,6 +45,7 @@ MAY_CHANGE = frozenset(
         "validation_file",
         "logging_steps",
         "disable_tqdm",
+        "verbose",
         "export",
         "export_dtype",
         "export_rounding",

@@ -6,7 +6,8 @@ import datetime
 import math
 import pathlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from slidedp_jax.data import BatchSource, DataReport, StepSize
 from slidedp_jax.errors import UserError
@@ -17,6 +18,7 @@ from slidedp_jax.planner.search import Plan
 from slidedp_jax.planner.strategy import Strategy
 from slidedp_jax.pretrained import Pretrained, from_pretrained
 from slidedp_jax.run.arguments import WHOLE_PARAMETER_OPTIMIZERS, TrainArguments
+from slidedp_jax.run.data_settings import example_settings
 from slidedp_jax.state.freezing import frozen_names
 
 
@@ -61,7 +63,7 @@ def load_inputs(
         if not pathlib.Path(path).is_file():
             raise UserError(f"there is no file {path}; check train_file and validation_file")
     source, report = _rows(args, pretrained, num_devices, args.train_file)
-    source.require_whole_step()
+    source.require_whole_step(report)
     evaluation, evaluation_report = None, None
     if args.validation_file:
         evaluation, evaluation_report = _rows(
@@ -74,6 +76,27 @@ def load_inputs(
         report=report,
         evaluation_report=evaluation_report,
         num_steps=args.max_steps or source.num_steps(args.num_train_epochs),
+    )
+
+
+def with_rows_per_step(args: TrainArguments, inputs: RunInputs, num_devices: int) -> RunInputs:
+    """The same data in steps of the size that the settings say, from its beginning."""
+    size = _step_size(args, num_devices)
+    for source in (inputs.source, inputs.evaluation):
+        if source is not None:
+            source.resize(size)
+    return replace(
+        inputs, num_steps=args.max_steps or inputs.source.num_steps(args.num_train_epochs)
+    )
+
+
+def _step_size(args: TrainArguments, num_devices: int) -> StepSize:
+    """Rows of a step; one per device where their number has still to be found."""
+    size = args.per_device_train_batch_size
+    return StepSize(
+        per_device=size if isinstance(size, int) else 1,
+        accumulation=args.gradient_accumulation_steps,
+        num_devices=num_devices,
     )
 
 
@@ -90,35 +113,36 @@ def _rows(
     Evaluation is computed as training is: packed or not, as many rows at a time, no row of more
     documents than attention has room for.
     """
+    all_rows = {} if like is None else {"max_rows": None}
     return pretrained.rows(
         files,
-        rows_per_step=StepSize(
-            per_device=args.per_device_train_batch_size,
-            accumulation=args.gradient_accumulation_steps,
-            num_devices=num_devices,
-        ),
-        max_seq_length=args.max_seq_length,
+        rows_per_step=_step_size(args, num_devices),
         packing=args.packing,
         most_documents_per_row=None if like is None else like.documents_per_row,
         shuffle=args.shuffle and like is None,
         seed=args.seed if args.data_seed is None else args.data_seed,
-        loss_on=args.loss_on,
-        over_long=args.over_long,
-        keep=args.truncation_keep,
-        append_eos=args.append_eos,
-        skip_bad_rows=args.skip_bad_rows,
-        max_rows=args.max_train_samples if like is None else None,
-        columns=args.columns,
-        template_kwargs=args.chat_template_kwargs,
+        **vars(example_settings(args)) | all_rows,
     )
 
 
 def make_plan(
-    args: TrainArguments, inputs: RunInputs, num_devices: int, strategy: Strategy | None = None
+    args: TrainArguments,
+    inputs: RunInputs,
+    num_devices: int,
+    strategy: Strategy | None = None,
+    *,
+    rows_per_step: int | None = None,
+    decided: Mapping[str, Any] | None = None,
 ) -> Plan:
     """The strategy for this machine, or for `args.hardware` in a dry run.
 
-    `strategy`: what has been decided; it is only costed.
+    Args:
+      args: the run's settings.
+      inputs: model and data.
+      num_devices: compute devices.
+      strategy: what has been decided; it is only costed.
+      rows_per_step: other than those of `inputs`, to see what they would take.
+      decided: `Choices` beside those of the settings.
 
     Raises:
       UserError: nothing fits; every limit is listed.
@@ -133,17 +157,15 @@ def make_plan(
             hardware = named_hardware(args.hardware, num_devices=num_devices)
         except ValueError as error:
             raise UserError(str(error)) from None
-    choices = Choices(
-        layers_per_chunk=args.layers_per_chunk,
-        rows_per_microbatch=args.rows_per_microbatch,
-        loss_chunk_tokens=args.loss_chunk_tokens,
-        weight_route=args.weight_route,
-        gradient_route=args.gradient_route,
+    names = (
+        *("layers_per_chunk", "rows_per_microbatch", "loss_chunk_tokens"),
+        *("weight_route", "gradient_route"),
     )
+    choices = Choices(**{name: getattr(args, name) for name in names} | dict(decided or {}))
     whole = args.optim in WHOLE_PARAMETER_OPTIMIZERS
     return plan_for(
         inputs.pretrained.config,
-        rows_per_step=inputs.source.rows_per_step,
+        rows_per_step=rows_per_step or inputs.source.rows_per_step,
         tokens_per_row=inputs.source.widths[-1],
         documents_per_row=inputs.source.documents_per_row if args.packing else None,
         max_grad_norm=args.clip,

@@ -34,6 +34,7 @@ from slidedp_jax.run.folder import RunFolder
 from slidedp_jax.run.learning_rate import learning_rate
 from slidedp_jax.run.metrics_file import EVALUATED_ROWS, MetricsFile, has_evaluation
 from slidedp_jax.run.optimizers import make_optimizer
+from slidedp_jax.run.overview import step_seconds
 from slidedp_jax.run.progress import LoadProgress, Progress
 from slidedp_jax.run.record import IN_CHECKPOINT, essential
 from slidedp_jax.run.resume import Resumption, planned_for, rounding_to_begin_with, xla_flags
@@ -41,6 +42,7 @@ from slidedp_jax.run.same_inputs import base_model_name, fingerprints
 from slidedp_jax.state.starting_state import TO_BE_RESTORED
 from slidedp_jax.state.weight_rounding import Rounding
 from slidedp_jax.trainer import Trainer
+from slidedp_jax.wording import counted
 
 EXIT_FAILED = 1
 
@@ -68,6 +70,7 @@ class Run:
         self._schedule = learning_rate(args, inputs.num_steps)
         self._workload = Workload.from_config(inputs.pretrained.config)
         self._tokens_seen = 0
+        self._padding_seen = 0
         self._skipped = 0
         self._timed: list[tuple[int, float]] = []
         self._not_saved: OSError | None = None
@@ -88,6 +91,7 @@ class Run:
         if resumed is not None:
             trainer.restore(resumed.checkpoint)
             self._tokens_seen = resumed.extra["tokens_seen"]
+            self._padding_seen = resumed.extra.get("padding_seen", 0)
             self._skipped = resumed.extra["skipped_steps"]
             print(f"resuming from {resumed.checkpoint} at step {first_step}")
         self._run_record = self._record(trainer)
@@ -131,7 +135,7 @@ class Run:
             max_consecutive_skips=args.max_consecutive_skips,
             documents_per_row=inputs.source.documents_per_row,
         )
-        what = "weights loaded" if load else "host state made"
+        what = "weights loaded, training state made" if load else "training state made"
         store = trainer.store
         elsewhere = store.owned_bytes - store.host_bytes
         where = f"{size_text(store.host_bytes)} on the host"
@@ -161,7 +165,7 @@ class Run:
         )
         try:
             for step in range(first_step + 1, num_steps + 1):
-                progress.step(self._step(trainer, step))
+                progress.step(self._step(trainer, step, progress))
                 stopping = self._stop.requested
                 due = args.save_steps is not None and step % args.save_steps == 0
                 if due or stopping or (step == num_steps and args.save_at_end):
@@ -169,21 +173,24 @@ class Run:
                 if stopping:  # what is left, such as an evaluation, is done by the next start
                     return False
                 if self._evaluation_due(step, num_steps):
-                    self._evaluate(trainer, step, progress.write, progress.say)
+                    with progress.doing("evaluating"):
+                        self._evaluate(trainer, step, progress.write, progress.say)
             return True
         finally:
             progress.close()
 
-    def _step(self, trainer: Trainer, step: int) -> dict[str, Any]:
+    def _step(self, trainer: Trainer, step: int, progress: Progress) -> dict[str, Any]:
         start = time.perf_counter()
         batch = next(self._inputs.source)
         data_s = time.perf_counter() - start
+        progress.begin_step(batch.arrays["input_ids"].shape[1])
         arrays = batch.arrays | {"row_ids": np.array(batch.row_ids)}
         metrics = trainer.step(arrays)
         loss, norm, skipped = metrics.loss, metrics.grad_norm, metrics.skipped
         seconds = time.perf_counter() - start
         self._timed.append((batch.num_tokens, seconds))
         self._tokens_seen += batch.num_tokens
+        self._padding_seen += arrays["input_ids"].size - batch.num_tokens
         self._skipped += skipped
         num_devices = self._plan.job.hardware.num_devices
         flops = self._workload.model_flops_per_step(
@@ -198,6 +205,7 @@ class Run:
             # Steps that were skipped do not count for the optimizer.
             "learning_rate": _short(self._schedule(step - 1 - (self._skipped - skipped))),
             "num_tokens": self._tokens_seen,
+            "num_padding_tokens": self._padding_seen,
             "num_supervised_tokens": batch.num_supervised_tokens,
             "tokens_per_second": batch.num_tokens / seconds,
             "tokens_per_second_per_device": batch.num_tokens / seconds / num_devices,
@@ -256,7 +264,8 @@ class Run:
     def _save(self, trainer: Trainer, progress: Progress, *, last: bool) -> None:
         """Write a checkpoint; a `last` one that fails leaves the weights to the export."""
         try:
-            path = self._write_checkpoint(trainer)
+            with progress.doing("saving a checkpoint"):
+                path = self._write_checkpoint(trainer)
         except OSError as error:
             if not last:
                 raise
@@ -271,6 +280,7 @@ class Run:
             "rows_per_step": self._inputs.source.rows_per_step,
             "num_steps": self._inputs.num_steps,
             "tokens_seen": self._tokens_seen,
+            "padding_seen": self._padding_seen,
             "skipped_steps": self._skipped,
             "seed": self._args.seed,
             IN_CHECKPOINT: essential(self._run_record),
@@ -324,15 +334,19 @@ class Run:
             print(f"sample {when}: {prompt!r} -> {text!r}", flush=True)
 
     def _summary(self, trainer: Trainer) -> None:
-        print(f"done: {self._inputs.num_steps} steps, {self._tokens_seen:,} tokens seen")
+        places = self._tokens_seen + self._padding_seen
+        print(
+            f"done: {counted(self._inputs.num_steps, 'step')}, {self._tokens_seen:,} tokens seen, "
+            f"{self._padding_seen / max(1, places):.0%} of the rows' places were padding"
+        )
         timed = self._timed[1:] or self._timed
         if timed:
             tokens, seconds = (sum(column) for column in zip(*timed, strict=True))
             step_s = sorted(second for _, second in timed)[len(timed) // 2]
-            predicted = self._plan.chosen.time.step_s
+            predicted = step_seconds(self._plan, self._inputs)
             print(
-                f"  {tokens / seconds:,.0f} tokens/s after the first step; median step "
-                f"{step_s:.3f} s, predicted {predicted:.3f} s"
+                f"  {tokens / seconds:,.0f} tokens/s without padding after the first step; median "
+                f"step {step_s:.3f} s, predicted {predicted:.3f} s"
             )
         peak, predicted = _device_peak_gib(), self._plan.chosen.memory.device_bytes / 2**30
         if peak is not None:

@@ -236,7 +236,7 @@ _ANSWERS: _Table = (
     ),
     (
         "how many rows are computed at once is planned (`rows_per_microbatch`); rows of a step: "
-        "`per_device_train_batch_size`",
+        "`per_device_train_batch_size`, which can be auto",
         "auto_find_batch_size",
     ),
     (

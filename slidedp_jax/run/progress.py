@@ -1,23 +1,23 @@
-"""What a run tells: metrics.jsonl always; a progress bar on a terminal, plain lines elsewhere."""
+"""What a run tells: metrics.jsonl always; lines that stay, and on a terminal a bar below them."""
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
 
 from slidedp_jax.run.metrics_file import MetricsFile
+from slidedp_jax.run.step_text import step_line
 
 if TYPE_CHECKING:
-    import rich.progress
-
-_COLUMNS = ("loss", "grad_norm", "learning_rate", "tokens_per_second")
+    from slidedp_jax.run.bar import StepBar
 
 
 class Progress:
@@ -44,52 +44,65 @@ class Progress:
         self._num_steps = num_steps
         self._logging_steps = logging_steps
         self._first = first_step
-        self._start = time.perf_counter()
+        self._start = self._first_ended = time.perf_counter()
+        self._widths: set[int] = set()
         self._process = psutil.Process()
-        self._bar: rich.progress.Progress | None = None
+        self._bar: StepBar | None = None
         if bar and sys.stdout.isatty():
-            self._open_bar(first_step, num_steps)
+            from slidedp_jax.run.bar import StepBar
 
-    def _open_bar(self, first_step: int, num_steps: int) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as RichProgress
+            self._bar = StepBar(first_step=first_step, num_steps=num_steps)
+            self._bar.start()
 
-        self._bar = RichProgress(
-            MofNCompleteColumn(),
-            BarColumn(),
-            TextColumn("{task.description}"),
-            TimeRemainingColumn(),
-        )
-        self._bar.add_task("", total=num_steps, completed=first_step)
-        self._bar.start()
+    def begin_step(self, width: int) -> None:
+        """A step of rows of `width` tokens begins; programs for new widths are compiled first."""
+        if width in self._widths:
+            return
+        self._widths.add(width)
+        first = len(self._widths) == 1
+        what = "compiling (first step)" if first else f"compiling for rows of {width:,} tokens"
+        if self._bar is not None:
+            self._bar.doing(what)
+        elif first:
+            self.say(what)
+
+    @contextlib.contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """Something between steps."""
+        if self._bar is not None:
+            self._bar.doing(what)
+        yield
+        if self._bar is not None:
+            self._bar.doing(None)
 
     def step(self, record: dict[str, Any]) -> None:
         """Log a step; adds host memory and the time that is left."""
-        done = record["step"] - self._first
-        elapsed = time.perf_counter() - self._start
         record = record | {
             "host_rss_gib": round(self._process.memory_info().rss / 2**30, 3),
-            "eta_s": round(elapsed / done * (self._num_steps - record["step"]), 1),
+            "eta_s": self._left_s(record["step"]),
         }
-        self._file.write(record)
-        text = "  ".join(
-            f"{name} {record[name]:.4g}" for name in _COLUMNS if record.get(name) is not None
-        )
+        self.write(record)
         if self._bar is not None:
-            (task,) = self._bar.task_ids
-            self._bar.update(task, completed=record["step"], description=text)
-        elif record["step"] % self._logging_steps == 0 or record["step"] == self._num_steps:
-            eta = record["eta_s"]
-            self.say(f"step {record['step']}/{self._num_steps}  {text}  eta {eta:.0f} s")
+            self._bar.step(record)
+        if record["step"] % self._logging_steps == 0 or record["step"] == self._num_steps:
+            self.say(step_line(record, self._num_steps))
+
+    def _left_s(self, step: int) -> float | None:
+        """By the steps so far without the first, which compiles; None after that one alone."""
+        now, done = time.perf_counter(), step - self._first
+        if done == 1:
+            self._first_ended = now
+            return None if step < self._num_steps else 0.0
+        return round((now - self._first_ended) / (done - 1) * (self._num_steps - step), 1)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Write a record that is not a step (an evaluation)."""
+        """Write a record, of a step or an evaluation."""
         self._file.write(record)
 
     def say(self, text: str) -> None:
         """Print a line without disturbing the bar."""
         if self._bar is not None:
-            self._bar.console.print(text, highlight=False, markup=False)
+            self._bar.say(text)
         else:
             print(text, flush=True)
 

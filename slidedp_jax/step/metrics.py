@@ -40,7 +40,8 @@ class StepMetrics:
         self._aux = aux
         self._update = update
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
+        """One line, also within lists and on a prompt; waits for the figures."""
         skipped = ", skipped" if self.skipped else ""
         return f"step {self.step}: loss {self.loss:.4f}, grad norm {self.grad_norm:.4f}{skipped}"
 

@@ -14,6 +14,8 @@ parameters have multiples of 64.
 
 from __future__ import annotations
 
+import bisect
+import collections
 import math
 from collections.abc import Sequence
 
@@ -75,7 +77,8 @@ class _Places:
         self._run = run_length(layout)
         self._num_devices = num_devices
         self._per_device = len(layout.block_groups) // num_devices
-        self._stretches = list(_stretches(layout, rounding))
+        self._stretches = sorted(_stretches(layout, rounding))
+        self._starts = [start for start, _, _ in self._stretches]
         self.first = np.zeros(len(layout.block_groups), np.uint32)
         shared = set[int]()
         for start, end, place in self._stretches:
@@ -117,20 +120,22 @@ class _Places:
 
     def _numbered(self) -> list[tuple[int, int, int]]:
         """Of shared blocks: (block, its device, its number among those of the device)."""
-        owners = [block // self._per_device for block in self.shared]
-        return [
-            (block, owner, number - owners.index(owner))
-            for number, (block, owner) in enumerate(zip(self.shared, owners, strict=True))
-        ]
+        of_device: collections.Counter[int] = collections.Counter()
+        numbered = []
+        for block in self.shared:
+            device = block // self._per_device
+            numbered.append((block, device, of_device[device]))
+            of_device[device] += 1
+        return numbered
 
     def _of_elements(self, elements: np.ndarray) -> np.ndarray:
         """Places of elements of one block in ascending order; 0 of padding."""
         places = np.zeros(len(elements), np.int64)
-        low, high = elements[0], elements[-1]
-        for start, end, place in self._stretches:
-            if start <= high and low < end:
-                own = (elements >= start) & (elements < end)
-                places[own] = (place + elements[own] - start) % SECTION
+        first = max(0, bisect.bisect_right(self._starts, elements[0]) - 1)
+        behind = bisect.bisect_right(self._starts, elements[-1])
+        for start, end, place in self._stretches[first:behind]:
+            own = (elements >= start) & (elements < end)
+            places[own] = (place + elements[own] - start) % SECTION
         return places
 
 

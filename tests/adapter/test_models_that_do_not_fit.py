@@ -140,6 +140,20 @@ def test_a_mean_for_a_loss():
     refused(Hybrid(nnx.Rngs(0)), "head_loss is no sum over rows", head_loss=mean)
 
 
+def test_a_loss_that_is_bfloat16_in_a_bfloat16_run():
+    """The model's own dtype is float32, in which it would go unseen."""
+
+    def own_dtype(model, x, batch):
+        logits = model.logits(x)
+        return sum_of_losses(logits, batch["targets"]).astype(logits.dtype)
+
+    refused(
+        Hybrid(nnx.Rngs(0)),
+        r"head_loss returns bfloat16 .*logits.astype\(jnp.float32\)",
+        head_loss=own_dtype,
+    )
+
+
 def test_a_loss_that_counts_masked_tokens():
     def unmasked(model, x, batch):
         return sum_of_losses(model.logits(x), jnp.abs(batch["targets"]))

@@ -69,6 +69,7 @@ def layer(block, x, batch):
 
 
 def sum_of_losses(logits, targets):
+    logits = logits.astype(jnp.float32)
     per_token = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(targets, 0))
     return jnp.sum(per_token * (targets >= 0))
 

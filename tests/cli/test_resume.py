@@ -98,6 +98,7 @@ def test_other_devices_and_chunks_continue(
         save_total_limit=6,
         weight_route="shard_all_gather",
         gradient_route="host_sum" if num_devices > 1 else "reduce_scatter",
+        verbose=True,
     )
     assert done.returncode == 0, done.stderr
     assert "shard_all_gather" in done.stdout

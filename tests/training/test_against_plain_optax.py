@@ -99,8 +99,11 @@ devices weights          gradients      layers micro tied  packed clip    optimi
 """
 
 
+@pytest.mark.parametrize(
+    "rounding", ["dither", pytest.param("nearest", marks=pytest.mark.thorough)]
+)
 @pytest.mark.parametrize("case", CASES.strip().splitlines()[1:], ids=lambda c: "-".join(c.split()))
-def test_streamed_steps_equal_plain_optax(case, reference):
+def test_streamed_steps_equal_plain_optax(case, rounding, reference):
     devices, weights, gradients, layers, micro, tied, packed, clip, optimizer = case.split()
     devices, micro = int(devices), int(micro)
     tied, packed = tied == "True", packed == "True"
@@ -122,6 +125,7 @@ def test_streamed_steps_equal_plain_optax(case, reference):
         parameters=parameters,
         max_grad_norm=CLIPS[clip],
         num_devices=devices,
+        weight_rounding=rounding,
     )
     plain = reference(tied, packed, optimizer, clip)
     if CLIPS[clip] is not None:

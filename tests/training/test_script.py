@@ -20,11 +20,29 @@ ROOT = pathlib.Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(300)
 
 
-def readme_script() -> str:
+def readme_scripts() -> list[str]:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     section = text.split("## Train from a script", 1)[1].split("\n## ", 1)[0]
-    (script,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    return script
+    return re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+
+
+def readme_script() -> str:
+    """The first, which is short."""
+    return readme_scripts()[0]
+
+
+def run(script: str, folder: pathlib.Path) -> str:
+    """What a script prints that is run as it stands beside the names that it has."""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -52,17 +70,9 @@ def weights(folder: pathlib.Path) -> dict[str, np.ndarray]:
 
 
 def test_it_trains_saves_and_exports(folder):
-    run = subprocess.run(
-        [sys.executable, "-c", readme_script()],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    assert "20 rows in, 20 kept" in run.stdout
-    losses = [float(text) for text in re.findall(r"step \d: loss ([\d.]+)", run.stdout)]
+    printed = run(readme_script(), folder)
+    assert "20 rows in, 20 kept" in printed
+    losses = [float(text) for text in re.findall(r"step \d: loss ([\d.]+)", printed)]
     assert len(losses) == 6
     assert losses[-1] < losses[0]
     assert [path.name for path in (folder / "out/checkpoints").iterdir()] == ["step_00000006"]
@@ -70,6 +80,53 @@ def test_it_trains_saves_and_exports(folder):
     assert before.keys() == after.keys()
     same = [name for name in before if not np.any(before[name] != after[name])]
     assert all("norm" in name for name in same)  # around 1, bfloat16 is coarser than six steps
+
+
+def longer_script() -> str:
+    """README's second, with shorter rows and saved more often."""
+    script = readme_scripts()[1].replace("step % 50", "step % 2").replace("1024", "128")
+    assert script.count("=128") == 3
+    return script
+
+
+def beside_its_names(folder: pathlib.Path, there: pathlib.Path) -> pathlib.Path:
+    there.mkdir()
+    (there / "Qwen3-0.6B").symlink_to(folder / "Qwen3-0.6B")
+    rows = (folder / "train.jsonl").read_text().splitlines()
+    (there / "chats.jsonl").write_text("\n".join(rows[:20]) + "\n")
+    (there / "held_out.jsonl").write_text("\n".join(rows[20:28]) + "\n")
+    return there
+
+
+def cut_and_run_again(folder: pathlib.Path, there: pathlib.Path) -> str:
+    """Stopped after its third step, then run as it stands."""
+    beside_its_names(folder, there)
+    cut = longer_script().replace("num_steps + 1):", "4):").replace("    base.export", "    # ")
+    assert "4):" in cut and "base.export" not in cut
+    run(cut, there)
+    assert [path.name for path in (there / "out/checkpoints").iterdir()] == ["step_00000002"]
+    return run(longer_script(), there)
+
+
+def test_the_longer_one_evaluates_saves_and_goes_on(folder, tmp_path):
+    printed = cut_and_run_again(folder, tmp_path / "cut")
+    assert "<Plan: qwen3" in printed
+    steps = [int(step) for step in re.findall(r"step (\d+): loss", printed)]
+    assert steps == list(range(3, steps[-1] + 1)) and len(steps) > 2
+    held_out = [float(x) for x in re.findall(r"held-out loss ([\d.]+) over", printed)]
+    assert len(held_out) >= 2 and held_out[-1] < held_out[0]
+    before, after = weights(folder / "Qwen3-0.6B"), weights(tmp_path / "cut/out/export")
+    assert any(np.any(before[name] != after[name]) for name in before)
+
+
+@pytest.mark.thorough
+def test_the_longer_one_ends_as_in_one_go(folder, tmp_path):
+    there = beside_its_names(folder, tmp_path / "whole")
+    whole, cut = run(longer_script(), there), cut_and_run_again(folder, tmp_path / "cut")
+    taken = [re.findall(r"step \d+: .*", printed) for printed in (whole, cut)]
+    assert taken[1] == taken[0][2:]
+    one, other = (weights(tmp_path / name / "out/export") for name in ("whole", "cut"))
+    assert all(one[name].tobytes() == other[name].tobytes() for name in one)
 
 
 def test_its_pieces_train_as_plain_optax_does(folder):

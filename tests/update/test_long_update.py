@@ -23,8 +23,11 @@ def powers_of_two():
     )
 
 
+@pytest.mark.parametrize(
+    "rounding", ["dither", pytest.param("nearest", marks=pytest.mark.thorough)]
+)
 @pytest.mark.parametrize("form", FORMS)
-def test_split_master_equals_an_fp32_master_in_every_bit(form, sharding):
+def test_split_master_equals_an_fp32_master_in_every_bit(form, rounding, sharding):
     """The reference is plain optax on fp32 arrays in a program of its own.
 
     Factors are powers of two: a product is then exact, and whether XLA contracts it into the
@@ -33,7 +36,7 @@ def test_split_master_equals_an_fp32_master_in_every_bit(form, sharding):
     transformation = powers_of_two()
     rng = np.random.default_rng(0)
     master = rng.standard_normal(SIZE).astype(np.float32)
-    run = KernelRun(blocks_of(transformation), form, sharding, master)
+    run = KernelRun(blocks_of(transformation), form, sharding, master, rounding)
     params = tree_of(master)
     state = transformation.init(params)
 
