@@ -76,9 +76,7 @@ def test_before_training_one_is_enough_and_nothing_is_left(inputs, tmp_path, pla
 @pytest.mark.parametrize(
     "place",
     [
-        pytest.param(
-            "slidedp_jax.step.pipeline:Pipeline.forward_backward", marks=pytest.mark.thorough
-        ),
+        pytest.param("slidedp_jax.trainer:Trainer.step", marks=pytest.mark.thorough),
         "slidedp_jax.checkpoint.save_restore.write_record",
     ],
 )
