@@ -40,10 +40,21 @@ def shown(inputs, tmp_path_factory):
     return screen.lines(), list(dict.fromkeys(bars)), out
 
 
+def unbroken(lines):
+    """The lines as they were before they were broken to fit, notes left out."""
+    whole = []
+    for line in lines:
+        if line.startswith("      "):
+            whole[-1] += f" {line.strip()}"
+        else:
+            whole.append(line)
+    return [line for line in whole if not line.startswith("note: ")]
+
+
 def test_five_lines_come_before_the_first_step(shown):
     lines, _, _ = shown
     loaded = next(i for i, line in enumerate(lines) if line.startswith("weights loaded"))
-    before = [line for line in lines[:loaded] if not line.startswith(("note: ", "      "))]
+    before = unbroken(lines[:loaded])
     assert [line.split()[0] for line in before] == NAMES
     data, time, output = (before[NAMES.index(name)] for name in ("data", "time", "output"))
     assert "48 rows" in data and "6 steps of 3 rows" in data

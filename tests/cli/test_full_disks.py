@@ -48,7 +48,8 @@ def planned(inputs, out, capsys, **settings):
     """Exit code of a dry run and what it says of the disk."""
     code = main(inputs.command(out, dry_run=True, **SETTINGS | settings))
     said, error = capsys.readouterr()
-    return code, "\n".join(line for line in said.splitlines() if "disk" in line), error
+    lines = [line for line in said.splitlines() if not line.startswith("memory ")]
+    return code, "\n".join(line for line in lines if "disk" in line), error
 
 
 def sizes(straight):
