@@ -1,6 +1,7 @@
-# Sourced by the other scripts: makes the virtual environment .venv in the repository.
+# Sourced by the other scripts: makes virtual environments in the repository.
 #
-#   make_environment [EXTRAS]    e.g. test,dev; what is installed already is left as it is
+#   make_environment FOLDER [EXTRAS]   e.g. .venv-test test,dev; what is installed is left as it is
+#   cuda_extra [FILE]                  the extra for this machine's NVIDIA driver; none without one
 
 find_python() {
     local candidate
@@ -16,18 +17,36 @@ find_python() {
     return 1
 }
 
-make_environment() {
-    local python stamp what=".${1:+[$1]}"
-    if [ ! -x .venv/bin/python ]; then
-        python=$(find_python) || return 1
-        echo "Making .venv with $("$python" --version)"
-        "$python" -m venv .venv || return 1
+# JAX's wheels need driver 580 for CUDA 13 and 525 for CUDA 12:
+# https://docs.jax.dev/en/latest/installation.html
+cuda_extra() {
+    local version file=${1:-/proc/driver/nvidia/version}
+    [ -e "$file" ] || return 0
+    version=$(grep -m 1 -o '  [0-9]\{3,\}\.[0-9.]*' "$file" | tr -d ' ') || true
+    if [ -z "$version" ]; then
+        echo "$file tells no version of the NVIDIA driver; the one of CUDA 13 is assumed" >&2
+        echo cuda13
+    elif [ "${version%%.*}" -ge 580 ]; then
+        echo cuda13
+    elif [ "${version%%.*}" -ge 525 ]; then
+        echo cuda12
+    else
+        echo "The NVIDIA driver is $version; JAX needs 525 or newer. The CPU is used." >&2
     fi
-    stamp=".venv/installed-${1:-plain}-$(cksum <pyproject.toml | tr ' ' '-')"
+}
+
+make_environment() {
+    local python stamp folder=$1 what=".${2:+[$2]}"
+    if [ ! -x "$folder/bin/python" ]; then
+        python=$(find_python) || return 1
+        echo "Making $folder with $("$python" --version)"
+        "$python" -m venv "$folder" || return 1
+    fi
+    stamp="$folder/installed-${2:-plain}-$(cksum <pyproject.toml | tr ' ' '-')"
     if [ ! -e "$stamp" ]; then
-        echo "Installing slidedp_jax${1:+[$1]} into .venv"
+        echo "Installing slidedp_jax${2:+[$2]} into $folder"
         # What is imported gets compiled then: half the time of installing it.
-        .venv/bin/python -m pip install --quiet --no-compile --editable "$what" || return 1
+        "$folder/bin/python" -m pip install --quiet --no-compile --editable "$what" || return 1
         touch "$stamp"
     fi
 }

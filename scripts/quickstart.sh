@@ -7,7 +7,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
 
-if [ -e /proc/driver/nvidia/version ]; then make_environment cuda13; else make_environment; fi
+make_environment .venv "$(cuda_extra)"
 
 out=${1:-runs/quickstart}
 python=.venv/bin/python
@@ -48,7 +48,9 @@ Checkpoints  $out/run/checkpoints
 Metrics      $out/run/metrics.jsonl
 Model        $out/run/export
 
-For your own model folder and rows:
-  .venv/bin/python -m slidedp_jax.train --model_name_or_path DIR --train_file ROWS.jsonl \\
-      --output_dir OUT --packing --max_seq_length 4096 --per_device_train_batch_size 8
+The command `slidedp` is in .venv/bin. What your own job needs, and the job:
+  .venv/bin/slidedp train --dry_run --model_name_or_path DIR --train_file ROWS.jsonl \\
+      --output_dir OUT --packing --max_seq_length 4096 --per_device_train_batch_size auto
+  ... the same without --dry_run; again after a stop, it goes on from the last checkpoint.
+A checkpoint becomes a model folder by `slidedp export $out/run FOLDER`.
 TEXT

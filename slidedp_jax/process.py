@@ -7,6 +7,7 @@ JAX's backends start; set later, XLA flags are ignored without a word. So `confi
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Literal
@@ -16,6 +17,8 @@ from slidedp_jax.compilation_cache import AUTO, cache_folder
 from slidedp_jax.planner.candidates import default_num_host_devices
 from slidedp_jax.planner.process_limits import DEVICE_MEMORY_FRACTION, pinned_pool_limit_gib
 from slidedp_jax.visible_gpus import VARIABLE, num_gpus, num_visible
+
+_LOG = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     import jax
@@ -230,14 +233,18 @@ def _physical_memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+_PLUGIN = (
+    "in the clone, pip install -e '.[cuda13]' (NVIDIA driver 580 or newer) or '.[cuda12]' (525 or "
+    "newer)"
+)
+
+
 def _resolve_platform(platform: Platform) -> str:
     if platform not in ("auto", "cpu", "cuda"):
         raise ValueError(f"platform={platform!r}; allowed: 'auto', 'cpu', 'cuda'")
     plugin = jax_internals.has_cuda_plugin()
     if platform == "cuda" and not plugin:
-        raise RuntimeError(
-            "platform='cuda' needs JAX's CUDA plugin: pip install 'slidedp_jax[cuda13]'"
-        )
+        raise RuntimeError(f"platform='cuda' needs JAX's CUDA plugin: {_PLUGIN}")
     if platform == "cuda" and num_visible() == 0:
         raise RuntimeError(
             f"platform='cuda', but {VARIABLE}={os.environ.get(VARIABLE)!r} leaves no GPU: CUDA "
@@ -248,7 +255,15 @@ def _resolve_platform(platform: Platform) -> str:
         return platform
     if os.environ.get("JAX_PLATFORMS", "").split(",")[0] == "cpu":
         return "cpu"
-    return "cuda" if plugin and num_gpus() and num_visible() else "cpu"
+    gpus = num_gpus() and num_visible()
+    if gpus and not plugin:
+        _LOG.warning(
+            "there are %d NVIDIA GPUs, but JAX's CUDA plugin is not installed, so the CPU "
+            "computes: %s (platform='cpu' says that this is meant)",
+            num_visible(),
+            _PLUGIN,
+        )
+    return "cuda" if plugin and gpus else "cpu"
 
 
 def _visible_gpus(platform: str) -> int:

@@ -41,11 +41,11 @@ def packages() -> list[Path]:
     return [*own, ROOT / "models", ROOT / "planner"]
 
 
-def test_readme_names_every_package():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_table_of_files_names_every_package():
+    table = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     assert len(packages()) > 8
     names = [str(path.relative_to(ROOT)) for path in packages()]
-    assert not [name for name in names if f"`{name}/`" not in readme]
+    assert not [name for name in names if f"`{name}/`" not in table]
 
 
 @pytest.mark.parametrize("package", packages(), ids=lambda path: path.name)

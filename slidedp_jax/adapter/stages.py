@@ -53,7 +53,13 @@ def streamed_model(
     def head_loss_fn(head: Params, embed: Params | None, x: jax.Array, batch: Batch) -> jax.Array:
         values = {**shapes, **head, **(embed or {})}
         losses = run_head(values, (hidden.split(x),), batch, num_layers + 1)
-        return jnp.sum(losses.astype(jnp.float32))
+        if losses.dtype != jnp.float32:
+            raise UserError(
+                f"head_loss returns {losses.dtype} for hidden states in {x.dtype}; a sum of many "
+                "tokens' losses keeps three digits then. Compute it in float32 whatever the "
+                "compute dtype: logits.astype(jnp.float32), jnp.sum(..., dtype=jnp.float32)"
+            )
+        return jnp.sum(losses)
 
     def head_logits_fn(head: Params, embed: Params | None, x: jax.Array) -> jax.Array:
         raise UserError(

@@ -79,7 +79,7 @@ def test_other_devices_take_what_is_left(inputs, tmp_path):
     assert done.returncode == 0, done.stderr
     assert [len(step) for step in rows_taken(out)] == [16, 15, 15, 2]
     assert epochs_of(rows_taken(out)) == [list(range(ROWS))]
-    assert "4 steps of 15 rows, 1.00 epochs; 1 steps, 0.33 epochs are done" in done.stdout
+    assert "4 steps of 15 rows, 1.00 epochs; 1 step, 0.33 epochs are done" in done.stdout
     assert "planned anew" in done.stdout and "num_devices was 8, now 3" in done.stdout
 
 

@@ -19,7 +19,7 @@ def test_a_path_that_is_not_there_is_no_hub_name(tmp_path):
 def test_the_hub_needs_its_extra(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install 'slidedp_jax\[hub\]'"):
+    with pytest.raises(ImportError, match=r"pip install -e '\.\[hub\]'"):
         resolve_model_folder("some-owner/some-model")
 
 
@@ -38,3 +38,40 @@ def test_weights_are_fetched_where_they_are_needed(weights, monkeypatch, tmp_pat
     monkeypatch.chdir(tmp_path)
     assert resolve_model_folder("some-owner/some-model", weights=weights) == tmp_path
     assert asked == [("some-owner/some-model", weights, True)]
+
+
+class RepositoryNotFoundError(Exception):
+    pass
+
+
+class GatedRepoError(RepositoryNotFoundError):
+    pass
+
+
+class LocalEntryNotFoundError(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RepositoryNotFoundError("404 Client Error"), "the hub has none, or it is private"),
+        (GatedRepoError("403"), "gated; accept its terms"),
+        (LocalEntryNotFoundError("An error happened"), "the hub cannot be reached"),
+        (OSError("connection lost\nmore"), "OSError: connection lost. What has been fetched"),
+    ],
+)
+def test_what_is_neither_a_folder_nor_on_the_hub_is_called_so(error, said, monkeypatch, tmp_path):
+    """The hub's package stands in by name: there is no network in tests."""
+
+    def snapshot_download(*_, **__):
+        raise error
+
+    hub = types.ModuleType("huggingface_hub")
+    hub.snapshot_download = snapshot_download
+    hub.__spec__ = importlib.util.spec_from_loader("huggingface_hub", None)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=said) as caught:
+        resolve_model_folder("nosuch/dir")
+    assert str(caught.value).startswith("There is no folder nosuch/dir here, and from the Hugging")
