@@ -63,7 +63,9 @@ TAKING_ONE = {
     "slidedp_jax.generate.generate": lambda f, it: f(it, [[1]], max_new_tokens=1),
     "slidedp_jax.generate.GrowingRows": lambda f, it: f(it, [[1]], max_new_tokens=1),
     "slidedp_jax.pretrained.Pretrained.export": lambda f, it: f(pretrained(), it, "/nowhere"),
-    "slidedp_jax.run.export.export_run": lambda f, it: f(it, FOLDER, pretrained(), ARGUMENTS),
+    "slidedp_jax.run.export.export_run": lambda f, it: f(
+        it, FOLDER, pretrained(), ARGUMENTS, run={}, tokens_seen=0
+    ),
 }
 """Public functions with a parameter of type `Trainer`."""
 
