@@ -7,6 +7,7 @@ JAX.
 
 from __future__ import annotations
 
+import glob
 import json
 import logging
 import math
@@ -116,6 +117,13 @@ def export(
         shutil.rmtree(partial, ignore_errors=True)
         raise
     _sync_directory(folder.parent)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what an export to this folder has written, of a process that ends."""
+    folder = Path(folder).absolute()
+    for partial in folder.parent.glob(f".{glob.escape(folder.name)}.*.partial"):
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def export_bytes(shapes: Mapping[str, Shape], dtype: str) -> int:

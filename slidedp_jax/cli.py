@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import slidedp_jax
+from slidedp_jax.interrupts import StopAtSignal
 
 _COMMANDS = {
     "train": "fine-tune a model folder",
@@ -22,7 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     command, rest = (argv[0], argv[1:]) if argv else ("", [])
     if command in _COMMANDS:
-        return _run(command, rest)
+        with StopAtSignal():
+            return _run(command, rest)
     if command in ("-h", "--help", "help"):
         print(_usage())
         return 0

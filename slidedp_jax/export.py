@@ -16,8 +16,9 @@ import numpy as np
 
 from slidedp_jax.disk_room import writing
 from slidedp_jax.errors import UserError
+from slidedp_jax.interrupts import StopAtSignal
 from slidedp_jax.models.hf_config import read_config
-from slidedp_jax.models.hf_export import export, export_bytes
+from slidedp_jax.models.hf_export import export, export_bytes, remove_unfinished
 from slidedp_jax.models.hf_hub import resolve_model_folder
 from slidedp_jax.process import configure
 from slidedp_jax.state.weight_rounding import Rounding
@@ -35,6 +36,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--ema", action="store_true", help="the moving average of the weights")
     args = parser.parse_args(argv)
+    with StopAtSignal() as stop:
+        stop.last_words = lambda: f"{args.output} was not written"
+        stop.tidy = lambda: remove_unfinished(args.output)
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     try:
         how = export_checkpoint(
             args.checkpoint,

@@ -612,8 +612,6 @@ def write_arrays(item: Path, arrays: Any, *, piece_bytes: int, smallest_piece_by
     import jax
     import orbax.checkpoint as ocp
 
-    _say_failed_writes_once()
-
     def cut(array: np.ndarray) -> ocp.SaveArgs:
         pieces = bytes_of_pieces(array.shape, array.itemsize, piece_bytes)
         return ocp.SaveArgs(chunk_byte_size=piece_bytes if pieces >= smallest_piece_bytes else None)
@@ -632,14 +630,14 @@ def system_error_code(error: BaseException) -> int | None:
 
 
 @functools.cache
-def _say_failed_writes_once() -> None:
-    """Let a write that fails be told by the exception that `write_arrays` raises, and by no other.
+def say_failures_once() -> None:
+    """Let a failed write or read be told by the exception that the caller gets, and by no other.
 
     Orbax's threads log each failed array with its traceback and raise it again; tasks that are
     given up are logged when they are collected; and what TensorStore still finishes for an event
-    loop that is closed by then ends in a traceback each, printed through `sys.excepthook`, also
-    after the save. A full disk took 400 lines. Relies on their words: under others all of it is
-    printed again, and nothing else changes.
+    loop that is closed by then ends in a traceback each, by `sys.unraisablehook` and of no object,
+    also after the save. A full disk took 400 lines. Relies on their words: under others all of it
+    is printed again, and nothing else changes.
     """
     repeated = re.compile(
         r"_SignalingThread\.run\(\) raised an exception"
@@ -647,13 +645,13 @@ def _say_failed_writes_once() -> None:
     )
     for logger in ("absl", "asyncio"):
         logging.getLogger(logger).addFilter(lambda record: not repeated.search(record.getMessage()))
-    print_uncaught = sys.excepthook
+    tell = sys.unraisablehook
 
-    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if kind is not RuntimeError or str(error) != "Event loop is closed":
-            print_uncaught(kind, error, trace)
+    def hook(raised: sys.UnraisableHookArgs) -> None:
+        if str(raised.exc_value) != "Event loop is closed" or raised.object is not None:
+            tell(raised)
 
-    sys.excepthook = hook
+    sys.unraisablehook = hook
 
 
 def read_arrays(item: Path, specs: Any = None) -> Any:
@@ -697,4 +695,5 @@ def _checkpointer() -> ocp.Checkpointer:
     """Uncompressed: weights do not compress, and zstd is the slowest part of a save."""
     import orbax.checkpoint as ocp
 
+    say_failures_once()
     return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False, use_zarr3=True))

@@ -12,15 +12,11 @@ from typing import TYPE_CHECKING
 
 import slidedp_jax
 from slidedp_jax.errors import UserError
-from slidedp_jax.run.arguments import (
-    WHOLE_PARAMETER_OPTIMIZERS,
-    TrainArguments,
-    help_text,
-    parse_arguments,
-)
+from slidedp_jax.interrupts import StopAtSignal
 
 if TYPE_CHECKING:
     from slidedp_jax.process import ProcessSetup
+    from slidedp_jax.run.arguments import TrainArguments
     from slidedp_jax.run.folder import RunFolder
 
 EXIT_FAILED, EXIT_USAGE = 1, 2
@@ -30,15 +26,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0 done, 1 failed, 2 wrong command."""
     argv = sys.argv[1:] if argv is None else list(argv)
     if not argv or "--help" in argv or "-h" in argv:
+        from slidedp_jax.run.arguments import help_text
+
         print(help_text())
         return 0 if argv else EXIT_USAGE
+    with StopAtSignal() as stop:
+        return _run(argv, stop)
+
+
+def _run(argv: Sequence[str], stop: StopAtSignal) -> int:
+    from slidedp_jax.run.arguments import parse_arguments
+
     try:
         args = parse_arguments(argv)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
     try:
-        return train(args)
+        return train(args, stop)
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         if error.__cause__ is not None and not isinstance(error, UserError):
@@ -46,20 +51,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
 
 
-def train(args: TrainArguments) -> int:
-    """Run a training job; returns the exit code."""
+def train(args: TrainArguments, stop: StopAtSignal) -> int:
+    """Run a training job; returns the exit code.
+
+    Args:
+      args: its settings.
+      stop: takes the signals of this process.
+    """
     from slidedp_jax.run.folder import open_run_folder
 
     setup = _configure(args)
     num_devices = args.num_devices or (1 if args.hardware is not None else len(setup.devices()[0]))
     folder = open_run_folder(args)
+    if not args.dry_run:
+        stop.last_words, stop.tidy = folder.last_checkpoint, folder.abandon
     try:
-        return _train_in(folder, args, num_devices)
+        return _train_in(folder, args, num_devices, stop)
     finally:
         folder.close()
 
 
-def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int) -> int:
+def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int, stop: StopAtSignal) -> int:
+    from slidedp_jax.run.arguments import WHOLE_PARAMETER_OPTIMIZERS
     from slidedp_jax.run.batch_size import batch_notes, with_batch_size
     from slidedp_jax.run.changes import data_may_change
     from slidedp_jax.run.checks import (
@@ -69,7 +82,7 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int) -> int:
         setting_notes,
     )
     from slidedp_jax.run.disk import disk_of_run
-    from slidedp_jax.run.loop import Run, StopAtSignal
+    from slidedp_jax.run.loop import Run
     from slidedp_jax.run.out_of_memory import explained
     from slidedp_jax.run.overview import data_details, opening
     from slidedp_jax.run.record import IN_CHECKPOINT
@@ -108,16 +121,15 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int) -> int:
     print(opening(args, inputs, plan, disk, notes, whole=whole), flush=True)
     if args.dry_run:
         return 0
-    with StopAtSignal() as stop:
-        try:
-            return Run(args, folder, inputs, plan, disk, stop, started).run(resumed)
-        except BaseException as error:
-            if folder.failed():
-                print("the run that was to be replaced is left as it was", file=sys.stderr)
-            reason = explained(error, plan) if isinstance(error, Exception) else None
-            if reason is not None:
-                raise reason from error
-            raise
+    try:
+        return Run(args, folder, inputs, plan, disk, stop, started).run(resumed)
+    except BaseException as error:
+        if folder.failed():
+            print("the run that was to be replaced is left as it was", file=sys.stderr)
+        reason = explained(error, plan) if isinstance(error, Exception) else None
+        if reason is not None:
+            raise reason from error
+        raise
 
 
 def _configure(args: TrainArguments) -> ProcessSetup:

@@ -1,10 +1,12 @@
 """Each thing that JAX, XLA and Orbax do not promise; what fails here has changed there."""
 
 import copy
+import errno
 import functools
 import glob
 import importlib.metadata
 import importlib.util
+import logging
 import mmap
 import os
 import pathlib
@@ -43,6 +45,8 @@ from slidedp_jax.jax_internals import (
     pullback_parts,
     raw_view,
     read_arrays,
+    say_failures_once,
+    system_error_code,
     temporary_bytes,
     unchanging,
     values_within,
@@ -568,3 +572,39 @@ def test_orbax_copies_arrays_but_those_that_nobody_writes_to(tmp_path):
     assert peaks[1] < plain.nbytes / 2
     shown = unchanging(plain)
     assert copy.deepcopy(shown) is shown
+
+
+def test_failures_of_orbax_are_said_once(monkeypatch):
+    told = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda raised: told.append(raised.exc_value))
+    filters = {name: list(logging.getLogger(name).filters) for name in ("absl", "asyncio")}
+    say_failures_once.__wrapped__()
+    try:
+        for text, of in (("Event loop is closed", None), ("Event loop is closed", 1), ("x", None)):
+            sys.unraisablehook(types.SimpleNamespace(exc_value=RuntimeError(text), object=of))
+        assert [str(error) for error in told] == ["Event loop is closed", "x"]
+        for name, text, kept in (
+            (
+                "absl",
+                "[process=0][thread=x] _SignalingThread.run() raised an exception: full",
+                False,
+            ),
+            ("absl", "something else", True),
+            (
+                "asyncio",
+                "Task exception was never retrieved\nfuture: <Task coro=<NumpyHandler._open()>>",
+                False,
+            ),
+            ("asyncio", "Task exception was never retrieved\nfuture: <Task coro=<mine()>>", True),
+        ):
+            record = logging.LogRecord(name, logging.ERROR, "", 0, text, None, None)
+            assert bool(logging.getLogger(name).filter(record)) == kept
+    finally:
+        for name, before in filters.items():
+            logging.getLogger(name).filters[:] = before
+
+
+def test_the_number_of_an_error_of_tensorstore_is_found():
+    """Real ones are those of `tests/cli/test_full_disks.py`."""
+    assert system_error_code(ValueError("[os_error_code='28' x='1']")) == errno.ENOSPC
+    assert system_error_code(ValueError("no such thing")) is None

@@ -2,11 +2,12 @@
 
     python scripts/bench/bench_weight_rounding.py --out docs/benchmarks/NAME
     python scripts/bench/bench_weight_rounding.py --rates 1e-4 --steps 3000 --seeds 0 1 2
-        --settings dither nearest --out docs/benchmarks/NAME
+        --settings dither nearest --text stdlib --out docs/benchmarks/NAME
 
 Fine-tunes SmolLM2-135M (or another folder), brought to the bf16 grid first as published weights
-are, on the texts of `pydoc_data.topics`: AdamW with decay 0.1, clip 1.0, a constant rate. Every run
-of a seed takes the same rows in the same order. Records the loss of each step, the loss on held-out
+are, on the texts of `pydoc_data.topics`, or on the sources of Python's library, which are twenty
+times as many: AdamW with decay 0.1, clip 1.0, a constant rate. Every run of a seed takes the same
+rows in the same order. Records the loss of each step, the loss on held-out
 rows along the way, and at the end the held-out loss of what could be exported: the fp32 masters and
 those rounded to bf16 either way, all computed in fp32. Writes OUT.json after every evaluation and
 OUT.svg at the end; `--plot OUT.json` draws it anew. Without --model, SmolLM2 is made of the
@@ -21,6 +22,7 @@ import itertools
 import json
 import pathlib
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
@@ -57,7 +59,7 @@ EXPORTS: dict[str, Rounding | None] = {
 """What could be exported -> how masters are rounded for it, if they are."""
 
 HELD_OUT_EVERY = 8
-"""One topic of so many is held out."""
+"""One text of so many is held out."""
 SMOOTHED = 20
 """Steps whose mean loss is shown."""
 
@@ -71,11 +73,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rates", nargs="+", type=float, default=[5e-6, 1e-5, 5e-5])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of rows and dither")
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--text", choices=("topics", "stdlib"), default="topics")
     parser.add_argument("--rows", type=int, default=4, help="per step")
     parser.add_argument("--tokens", type=int, default=512, help="per row")
     parser.add_argument("--held-out-rows", type=int, default=32)
     parser.add_argument("--eval-every", type=int, default=100, help="steps; and at both ends")
-    parser.add_argument("--layers-per-chunk", type=int, default=6)
+    parser.add_argument("--layers-per-chunk", type=int, default=10)
     parser.add_argument("--state", choices=("device", "host"), help="default: device on GPUs")
     parser.add_argument("--platform", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--budget-s", type=float, help="starts no run after this")
@@ -122,7 +125,7 @@ class Bench:
         self.args = args
         self.base = slidedp_jax.from_pretrained(args.model or smollm2(work))
         self.start = on_the_grid(self.base)
-        self.train, self.held_out = rows_of_topics(self.base, args.tokens)
+        self.train, self.held_out = rows_of(self.base, texts(args.text), args.tokens)
         self.held_out = self.held_out[: args.held_out_rows]
         self.evaluator = slidedp_jax.Trainer(
             self.base.model(),
@@ -141,6 +144,7 @@ class Bench:
         return {
             "device": jax.devices()[0].device_kind,
             "model": self.base.folder.name,
+            "text": self.args.text,
             "num_parameters": self.base.config.num_parameters,
             "train_rows": len(self.train),
             "held_out_rows": len(self.held_out),
@@ -247,14 +251,28 @@ def on_the_grid(base: Pretrained) -> dict[str, np.ndarray]:
     return weights
 
 
-def rows_of_topics(base: Pretrained, tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Whole rows of training and held-out topics, int32 [rows, tokens] each."""
-    from pydoc_data import topics
+def texts(what: str) -> list[str]:
+    """Help topics, or the modules of Python's library."""
+    if what == "topics":
+        from pydoc_data import topics
 
+        return [topics.topics[name] for name in sorted(topics.topics)]
+    library = pathlib.Path(sysconfig.get_paths()["stdlib"])
+    left_out = {"test", "tests", "site-packages", "dist-packages", "idlelib", "pydoc_data"}
+    files = sorted(
+        path.relative_to(library)
+        for path in library.rglob("*.py")
+        if not left_out & {*path.relative_to(library).parts}
+    )
+    return [(library / path).read_text(errors="replace") for path in files]
+
+
+def rows_of(base: Pretrained, texts: list[str], tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Whole rows of training and held-out texts, int32 [rows, tokens] each."""
     assert base.tokenizer is not None, "the model folder has no tokenizer"
     split: tuple[list[int], list[int]] = ([], [])
-    for number, name in enumerate(sorted(topics.topics)):
-        ids = base.tokenizer.encode(f"{topics.topics[name].strip()}\n\n")
+    for number, text in enumerate(texts):
+        ids = base.tokenizer.encode(f"{text.strip()}\n\n")
         split[number % HELD_OUT_EVERY == 0].extend(ids)
     train, held_out = (
         np.asarray(ids[: len(ids) // tokens * tokens], np.int32).reshape(-1, tokens)

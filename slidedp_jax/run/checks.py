@@ -18,6 +18,7 @@ from slidedp_jax.planner.search import Plan
 from slidedp_jax.planner.strategy import Strategy
 from slidedp_jax.pretrained import Pretrained, from_pretrained
 from slidedp_jax.run.arguments import WHOLE_PARAMETER_OPTIMIZERS, TrainArguments
+from slidedp_jax.run.data_settings import example_settings
 from slidedp_jax.state.freezing import frozen_names
 from slidedp_jax.wording import counted
 
@@ -63,7 +64,7 @@ def load_inputs(
         if not pathlib.Path(path).is_file():
             raise UserError(f"there is no file {path}; check train_file and validation_file")
     source, report = _rows(args, pretrained, num_devices, args.train_file)
-    source.require_whole_step()
+    source.require_whole_step(report)
     evaluation, evaluation_report = None, None
     if args.validation_file:
         evaluation, evaluation_report = _rows(
@@ -113,22 +114,15 @@ def _rows(
     Evaluation is computed as training is: packed or not, as many rows at a time, no row of more
     documents than attention has room for.
     """
+    all_rows = {} if like is None else {"max_rows": None}
     return pretrained.rows(
         files,
         rows_per_step=_step_size(args, num_devices),
-        max_seq_length=args.max_seq_length,
         packing=args.packing,
         most_documents_per_row=None if like is None else like.documents_per_row,
         shuffle=args.shuffle and like is None,
         seed=args.seed if args.data_seed is None else args.data_seed,
-        loss_on=args.loss_on,
-        over_long=args.over_long,
-        keep=args.truncation_keep,
-        append_eos=args.append_eos,
-        skip_bad_rows=args.skip_bad_rows,
-        max_rows=args.max_train_samples if like is None else None,
-        columns=args.columns,
-        template_kwargs=args.chat_template_kwargs,
+        **vars(example_settings(args)) | all_rows,
     )
 
 

@@ -88,6 +88,17 @@ class RunFolder:
         old.bring_back()
         return was_aside
 
+    def last_checkpoint(self) -> str:
+        """Which checkpoint there is to go on from, in words."""
+        steps = list_steps(self.checkpoints)
+        return f"last checkpoint: {steps[-1] if steps else 'none'}"
+
+    def abandon(self) -> None:
+        """The process ends at once: leave what the next start would find."""
+        self.failed()
+        _remove_leftovers(self.root)
+        self.close()
+
     def close(self) -> None:
         """Let others have the folder; one that was made and holds nothing goes."""
         remove_if_empty(self.made)
@@ -130,6 +141,11 @@ def _tidy(root: pathlib.Path) -> None:
     """Bring a folder in order whose last run was killed in the middle of something."""
     begun = (root / NAME).is_file() and bool(list_steps(root / "checkpoints"))
     ReplacedRun(root).settle(replaced=begun)
+    _remove_leftovers(root)
+
+
+def _remove_leftovers(root: pathlib.Path) -> None:
+    """What was being written or removed when a process ended."""
     leftovers = [folder.glob(f".*{UNFINISHED}") for folder in (root, root / "checkpoints")]
     for path in itertools.chain(*leftovers):
         if path.is_dir():

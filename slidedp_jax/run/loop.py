@@ -8,11 +8,9 @@ import functools
 import importlib.metadata
 import pathlib
 import platform
-import signal
 import sys
 import time
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -21,6 +19,7 @@ import slidedp_jax
 from slidedp_jax.checkpoint.record import ROUNDING
 from slidedp_jax.checkpoint.save_restore import keep_last
 from slidedp_jax.generate import encode_prompt, generate
+from slidedp_jax.interrupts import EXIT_INTERRUPTED, StopAtSignal
 from slidedp_jax.planner.hardware import size_text
 from slidedp_jax.planner.report import plan_as_dict
 from slidedp_jax.planner.search import Plan
@@ -46,30 +45,6 @@ from slidedp_jax.trainer import Trainer
 from slidedp_jax.wording import counted
 
 EXIT_FAILED = 1
-EXIT_INTERRUPTED = 130
-
-
-class StopAtSignal:
-    """Turns the first SIGINT or SIGTERM into a request to save and stop; the second ends."""
-
-    def __init__(self) -> None:
-        self.requested = False
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> StopAtSignal:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._previous[number] = signal.signal(number, self._request)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _request(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
-            raise KeyboardInterrupt
-        self.requested = True
-        print("stopping after this step; a checkpoint is written", file=sys.stderr, flush=True)
 
 
 class Run:
@@ -99,6 +74,7 @@ class Run:
         self._skipped = 0
         self._timed: list[tuple[int, float]] = []
         self._not_saved: OSError | None = None
+        self._saved_step: int | None = None
 
     @property
     def _exports(self) -> bool:
@@ -128,7 +104,12 @@ class Run:
             return self._finish(trainer, complete=True)
         if first_step == 0:
             self._sample(trainer, "before training")
-        complete = self._loop(trainer, first_step)
+        with self._stop.when_ready(
+            "stopping after this step; a checkpoint is written (once more: at once)"
+        ):
+            complete = self._loop(trainer, first_step)
+        if self._stop.requested and trainer.step_count == self._saved_step:
+            complete = False  # it came after the last step; what is left is done by the next start
         return self._finish(trainer, complete=complete)
 
     def _trainer(self, *, load: bool) -> Trainer:
@@ -305,6 +286,7 @@ class Run:
             IN_CHECKPOINT: essential(self._run_record),
         }
         path = trainer.save(self._folder.checkpoints, extra)
+        self._saved_step = trainer.step_count
         self._folder.succeeded()
         keep_last(self._folder.checkpoints, self._args.save_total_limit)
         return path

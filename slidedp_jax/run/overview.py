@@ -18,7 +18,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 
-from slidedp_jax.data import DataReport
+from slidedp_jax.data import DataReport, account
 from slidedp_jax.planner.hardware import GIB
 from slidedp_jax.planner.report import notes as plan_notes
 from slidedp_jax.planner.report import plan_as_text
@@ -80,10 +80,12 @@ def _broken(line: str, columns: int | None, indent: int) -> str:
 
 
 def data_details(inputs: RunInputs) -> str:
-    """What became of all rows, those for evaluation included."""
-    reports = [str(inputs.report)]
-    if inputs.evaluation_report is not None:
-        reports.append(f"for evaluation\n{inputs.evaluation_report}")
+    """What became of all rows, those for evaluation included, and the first as it is learnt."""
+    tokenizer = inputs.pretrained.tokenizer
+    reports = [account(inputs.source.examples, inputs.report, tokenizer)]
+    if inputs.evaluation is not None and inputs.evaluation_report is not None:
+        held_out = account(inputs.evaluation.examples, inputs.evaluation_report, tokenizer)
+        reports.append(f"for evaluation\n{held_out}")
     return "\n".join(reports) + "\n"
 
 

@@ -4,8 +4,9 @@ A chunk has one part for each kind of update that its parameters need: parameter
 optimizer state share a part, frozen ones make a part of their own. Within a part, parameters are
 packed group by group (a group is a set of parameters that the optimizer treats alike, such as
 decayed and not decayed), each group padded to whole blocks, the part to whole blocks on every host
-device. The update kernel learns a block's group from `block_groups`. Element i of a flat array lies
-on host device i // piece_size.
+device. In a group those come first whose sizes are multiples of large powers of two, so that
+matrices begin where blocks do. The update kernel learns a block's group from `block_groups`.
+Element i of a flat array lies on host device i // piece_size.
 """
 
 from __future__ import annotations
@@ -278,10 +279,10 @@ def _lay_out_part(
     block_groups: list[int] = []
     for group in sorted(set(own_groups.values())):
         offset = len(block_groups) * block_size
-        for parameter, shape in shapes.items():
-            if own_groups[parameter] == group:
-                offsets[parameter] = offset
-                offset += math.prod(shape)
+        members = [parameter for parameter in shapes if own_groups[parameter] == group]
+        for parameter in sorted(members, key=lambda name: -_alignment(shapes[name], block_size)):
+            offsets[parameter] = offset
+            offset += math.prod(shapes[parameter])
         blocks = -(-offset // block_size)
         block_groups.extend([group] * (blocks - len(block_groups)))
     block_groups.extend([block_groups[-1]] * (-len(block_groups) % num_pieces))
@@ -301,6 +302,12 @@ def _lay_out_part(
         block_groups=tuple(block_groups),
         kind=kind,
     )
+
+
+def _alignment(shape: tuple[int, ...], block_size: int) -> int:
+    """The largest power of two up to a block that divides a parameter's size."""
+    size = math.prod(shape)
+    return min(size & -size, block_size)
 
 
 def block_groups_array(layout: FlatLayout) -> np.ndarray:

@@ -14,7 +14,6 @@ from runs import checkpoints, losses
 from safetensors.numpy import load_file
 
 from slidedp_jax.disk_room import DiskFull, writing
-from slidedp_jax.jax_internals import system_error_code
 from slidedp_jax.pretrained import Pretrained
 from slidedp_jax.run.metrics_file import MetricsFile
 from slidedp_jax.train import main
@@ -261,12 +260,6 @@ def test_other_errors_get_a_path_and_keep_their_number(tmp_path):
     said = r"quota exceeded: it needs 3\.00 GiB"
     with pytest.raises(DiskFull, match=said), writing(tmp_path / "weights", 3 * 2**30):
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
-
-
-def test_the_number_of_a_tensorstore_error_is_found():
-    text = "RESOURCE_EXHAUSTED: Error writing local file [os_error_code='28' x='1']"
-    assert system_error_code(ValueError(text)) == errno.ENOSPC
-    assert system_error_code(ValueError("no such thing")) is None
 
 
 # An output folder that cannot be written.

@@ -11,9 +11,9 @@ from test_held_out_rows import evaluations
 
 from slidedp_jax import export
 from slidedp_jax.errors import UserError
+from slidedp_jax.interrupts import StopAtSignal
 from slidedp_jax.run.arguments import TrainArguments, help_text, parse_arguments
 from slidedp_jax.run.learning_rate import num_warmup_steps
-from slidedp_jax.run.loop import StopAtSignal
 from slidedp_jax.run.metrics_file import MetricsFile, as_json, drop_after, has_evaluation
 from slidedp_jax.run.model_card import is_card_of, model_card
 from slidedp_jax.run.record import read_run, write_run

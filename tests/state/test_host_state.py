@@ -223,18 +223,19 @@ def live_host_buffers():
     }
 
 
-def bytes_of_tables(layout, rounding) -> int:
+def bytes_of_tables(layout, rounding, form="whole") -> int:
     """Of the groups and the dithers of a part's blocks."""
-    dithers = block_dithers(layout, rounding, layout.num_pieces)
-    return sum(array.nbytes for array in (block_groups_array(layout), *dithers.arrays))
+    dithers = block_dithers(layout, rounding, layout.num_pieces, form)
+    return sum(array.nbytes for array in (block_groups_array(layout), *dithers))
 
 
-def test_tables_of_a_real_shape_are_below_a_thousandth():
+@pytest.mark.parametrize("form", ["whole", "fused"])
+def test_tables_of_a_real_shape_are_below_a_thousandth(form):
     names = [f"part.{number}" for number in range(9)]
     matrices = stage("layer", **dict.fromkeys(names, (2560, 9728)), norm=(2560,))
     groups = dict.fromkeys([f"layer.{name}" for name in [*names, "norm"]], 0)
     layout = lay_out("layer", [matrices], groups, block_size=4096, num_pieces=15).parts[0]
-    tables = bytes_of_tables(layout, WeightRounding.of("dither", seed=0))
+    tables = bytes_of_tables(layout, WeightRounding.of("dither", seed=0), form)
     assert tables < 1e-3 * 12 * layout.num_parameters
 
 
