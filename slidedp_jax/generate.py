@@ -146,7 +146,7 @@ class GrowingRows:
         self._positions = np.array([len(row) for row in self._prompts], np.int32)
         rounded = -(-needed // _CAPACITY_MULTIPLE) * _CAPACITY_MULTIPLE
         self.capacity = min(rounded, self._cached.max_tokens)
-        self._caches = trainer.init_caches(len(self._prompts), self.capacity)
+        self._caches = trainer.passes.init_caches(len(self._prompts), self.capacity)
         self.cache_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self._caches))
 
     def prefill(self) -> np.ndarray:
@@ -179,7 +179,7 @@ class GrowingRows:
         return self._pass(self._cached.decode_fns, batch, np.zeros_like(self._positions))
 
     def _pass(self, layer_fns: Any, batch: dict[str, np.ndarray], last: np.ndarray) -> np.ndarray:
-        logits = self._trainer.next_logits(layer_fns, batch, last, self._caches)
+        logits = self._trainer.passes.next_logits(layer_fns, batch, last, self._caches)
         return logits[: self._num_rows]
 
 

@@ -14,12 +14,11 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from slidedp_jax.assembly import Settings, assemble
 from slidedp_jax.checkpoint.save_restore import Restored, newest, restore, save
 from slidedp_jax.errors import UserError
-from slidedp_jax.models.streamed import Cache, CachedFn, StreamedModel
+from slidedp_jax.models.streamed import StreamedModel
 from slidedp_jax.planner.strategy import Strategy
 from slidedp_jax.process import current_setup
 from slidedp_jax.state.model_chunks import trained_shapes
@@ -30,13 +29,10 @@ from slidedp_jax.state.weight_rounding import (
     WeightRounding,
     check_rounding,
 )
-from slidedp_jax.step.batch import PreparedBatch, prepare
-from slidedp_jax.step.in_flight import StepOutputs
 from slidedp_jax.step.metrics import StepMetrics, loss_sum, mean_loss
-from slidedp_jax.step.pipeline import GradientSink
+from slidedp_jax.step.passes import Passes
 from slidedp_jax.tracer import Tracer
-from slidedp_jax.transfer.routes import DATA_AXIS, Gradient, gradients_by_name
-from slidedp_jax.transfer.weight_window import WeightSource
+from slidedp_jax.transfer.routes import gradients_by_name
 from slidedp_jax.update.kernel_form import KernelForm, check_form
 from slidedp_jax.update.other_weights import other_weights
 from slidedp_jax.update.state_gate import free
@@ -124,7 +120,6 @@ class Trainer:
         self.model = model
         self.strategy = strategy
         self._inference_only = inference_only
-        self._documents_per_row = documents_per_row
         self.seed = seed
         devices, host_devices = current_setup().devices()
         self._devices = _first(devices, num_devices)
@@ -143,11 +138,21 @@ class Trainer:
             tracer=tracer or Tracer(),
         )
         parts = assemble(model, treatments, strategy, self._devices, host_devices, settings)
-        self._rows = NamedSharding(parts.mesh, PartitionSpec(DATA_AXIS))
-        self._same = NamedSharding(parts.mesh, PartitionSpec())
         self.store, self.weights, self.gate = parts.store, parts.weights, parts.gate
         self._fences, self._updates, self._gradients = parts.fences, parts.updates, parts.gradients
         self._programs, self._pipeline = parts.programs, parts.pipeline
+        self.passes = Passes(
+            model,
+            strategy,
+            seed=seed,
+            documents_per_row=documents_per_row,
+            mesh=parts.mesh,
+            gate=parts.gate,
+            weights=parts.weights,
+            pipeline=parts.pipeline,
+            gradients=parts.gradients,
+            layouts=parts.store.layouts,
+        )
         # A trainer that is dropped without `close` leaves neither thread nor page locks behind.
         self._dropped = weakref.finalize(self, free, parts.updates, parts.weights, parts.store)
         self._dropped.atexit = False
@@ -165,14 +170,16 @@ class Trainer:
         self._check_may_train()
         with self.gate.turn:
             self.gate.check_own()
-            prepared = self.prepare(batch, training=True)
+            prepared = self.passes.prepare(batch, training=True)
             step = self.gate.version + 1
             self.weights.require(self.gate.version)
             try:  # until its end is handed over, only a failure would end the step's updates
-                outputs = self.forward_backward(
+                outputs = self.passes.forward_backward(
                     self.weights,
                     prepared,
-                    lambda chunk, wires: self._updates.submit(step, chunk, self.send(chunk, wires)),
+                    lambda chunk, wires: self._updates.submit(
+                        step, chunk, self.passes.send(chunk, wires)
+                    ),
                 )
                 loss = functools.partial(mean_loss, outputs.losses, prepared.num_supervised)
                 end = StepEnd(squares=outputs.squares, loss=loss, row_ids=prepared.row_ids)
@@ -212,7 +219,7 @@ class Trainer:
         found: dict[str, np.ndarray] = {}
 
         def sink(chunk: int, wires: Sequence[jax.Array]) -> None:
-            gradient = self.send(chunk, wires)
+            gradient = self.passes.send(chunk, wires)
             gradient.wait()
             for name, values in gradients_by_name(self.store.layouts[chunk], gradient).items():
                 if wanted is None or name in wanted:
@@ -229,24 +236,9 @@ class Trainer:
                 f"{unknown[:5]} are no trained parameters; names are like {min(trained)}"
             )
         with self.gate.passing(self.weights):
-            self.forward_backward(self.weights, self.prepare(batch, training=True), sink)
+            prepared = self.passes.prepare(batch, training=True)
+            self.passes.forward_backward(self.weights, prepared, sink)
         return found
-
-    def forward_backward(
-        self, weights: WeightSource, prepared: PreparedBatch, sink: GradientSink
-    ) -> StepOutputs:
-        """One pass without an update: weights from `weights`, gradients to `sink`."""
-        self.gate.check_open()
-        assert len(prepared.microbatches) <= self.strategy.num_microbatches
-        microbatches = self._place(prepared.microbatches)
-        return self._pipeline.step(
-            weights, microbatches, self._scalar(1 / prepared.num_supervised), sink
-        )
-
-    def send(self, chunk: int, wires: Sequence[jax.Array]) -> Gradient:
-        """Start the copy of a chunk's gradient to the host."""
-        self.gate.check_open()
-        return self._gradients.send(wires, self.store.layouts[chunk])
 
     def evaluate(
         self, batches: Mapping[str, np.ndarray] | Iterable[Mapping[str, np.ndarray]]
@@ -265,53 +257,17 @@ class Trainer:
           UserError: a batch does not fit the model, or there is none. The trainer is as it was, as
             after any failure or interrupt.
         """
-        at_once, total, count = self.strategy.num_microbatches, 0.0, 0
+        total, count = 0.0, 0
         with self.gate.turn:
             self.gate.check()
             for batch in [batches] if isinstance(batches, Mapping) else batches:
-                losses = list[jax.Array]()
                 with self.gate.passing(self.weights):
-                    prepared = self.prepare(batch)
-                    for first in range(0, len(prepared.microbatches), at_once):
-                        some = self._place(prepared.microbatches[first : first + at_once])
-                        losses += self._pipeline.losses(self.weights, some)
+                    prepared = self.passes.prepare(batch)
+                    losses = self.passes.losses(prepared)
                 total, count = total + loss_sum(losses), count + prepared.num_supervised
         if not count:
             raise UserError("there is nothing to evaluate: no batch was given")
         return total / count, count
-
-    def next_logits(
-        self,
-        layer_fns: Sequence[CachedFn],
-        batch: Mapping[str, np.ndarray],
-        last: np.ndarray,
-        caches: list[Cache],
-    ) -> np.ndarray:
-        """One pass of generation under the current weights; see `slidedp_jax.generate`.
-
-        Args:
-          layer_fns: `prefill_fns` or `decode_fns` of the model's cached form.
-          batch: what those read and `input_ids`, arrays [R, ...], R a multiple of the devices.
-          last: index in `batch` of each row's last token, int32 [R].
-          caches: from `init_caches`; replaced by what the pass leaves.
-
-        Returns:
-          Logits of the token after the last one, float32 [R, V].
-        """
-        with self.gate.passing(self.weights):
-            placed, at = jax.device_put((dict(batch), last), self._rows)
-            logits = self._pipeline.next_logits(self.weights, layer_fns, placed, at, caches)
-            return np.asarray(logits)
-
-    def init_caches(self, num_rows: int, capacity: int) -> list[Cache]:
-        """Empty caches of all layers, rows spread over the compute devices."""
-        self.gate.check()
-        assert self.model.cached is not None
-        # The same function object every time, so it is compiled once per size.
-        init = self.model.cached.init_cache
-        make = jax.jit(init, static_argnums=(0, 1, 2), out_shardings=self._rows)
-        dtype = self._programs.compute_dtype
-        return [make(num_rows, capacity, dtype) for _ in self.model.layers]
 
     @property
     def num_devices(self) -> int:
@@ -453,37 +409,10 @@ class Trainer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def prepare(self, batch: Mapping[str, np.ndarray], *, training: bool = False) -> PreparedBatch:
-        """Validate a batch and split it into this trainer's microbatches.
-
-        For training there may be no more than the strategy was planned for, and the rows of a model
-        that draws random numbers carry the next step's seeds.
-        """
-        self.gate.check()
-        draws = training and self.model.random
-        return prepare(
-            batch,
-            vocab_size=self.model.vocab_size,
-            num_devices=len(self._devices),
-            rows_per_microbatch=self.strategy.rows_per_microbatch,
-            most_microbatches=self.strategy.num_microbatches if training else None,
-            documents_per_row=self._documents_per_row,
-            seed_and_step=(self.seed, self.gate.version + 1) if draws else None,
-            token_arrays=self.model.token_arrays,
-            shifted=self.model.shift_labels,
-        )
-
     def _check_may_train(self) -> None:
         self.gate.check_open()
         if self._inference_only:
             raise UserError("the trainer was made with inference_only=True, so it cannot train")
-
-    def _place(self, microbatches: Sequence[Mapping[str, Any]]) -> list[dict[str, jax.Array]]:
-        return [jax.device_put(arrays, self._rows) for arrays in microbatches]
-
-    def _scalar(self, value: float) -> jax.Array:
-        placed: jax.Array = jax.device_put(np.float32(value), self._same)
-        return placed
 
 
 def _warn_of_whole_parameters(treatments: Treatments) -> None:

@@ -152,14 +152,16 @@ def count_bytes(trainer: Any, batch: dict[str, Any]) -> dict[str, float]:
 
     def send(chunk: int, wire: Any) -> None:
         nonlocal down
-        gradient = trainer.send(chunk, wire)
+        gradient = trainer.passes.send(chunk, wire)
         if not trainer.store.layouts[chunk].resident:
             down += sum(
                 shard.data.nbytes for array in gradient.pinned for shard in array.addressable_shards
             )
         arriving.append(gradient)
 
-    trainer.forward_backward(trainer.weights, trainer.prepare(batch, training=True), send)
+    trainer.passes.forward_backward(
+        trainer.weights, trainer.passes.prepare(batch, training=True), send
+    )
     for gradient in arriving:
         gradient.wait()
     parameters = trainer.store.num_parameters

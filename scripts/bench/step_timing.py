@@ -75,7 +75,7 @@ class ComputePasses:
 
     def __init__(self, trainer: Any, batch: Any):
         self._trainer = trainer
-        self._prepared = trainer.prepare(batch, training=True)
+        self._prepared = trainer.passes.prepare(batch, training=True)
         self._wires: dict[Any, Any] = {}
 
     def resident(self, repeats: int) -> list[float]:
@@ -96,7 +96,7 @@ class ComputePasses:
         seconds = []
         for _ in range(repeats + 1):
             start = time.perf_counter()
-            outputs = trainer.forward_backward(
+            outputs = trainer.passes.forward_backward(
                 ResidentWeights(trees), self._prepared, lambda *_: None
             )
             jax.block_until_ready((outputs.squares, outputs.losses))
@@ -117,11 +117,11 @@ class ComputePasses:
 
             def send(chunk: int, wire: Any, arriving: list[Any] = arriving) -> None:
                 self._wires.setdefault(trainer.store.layouts[chunk].signature, wire)
-                arriving.append(trainer.send(chunk, wire))
+                arriving.append(trainer.passes.send(chunk, wire))
 
             trainer.weights.require(trainer.step_count)
             start, busy = time.perf_counter(), time.thread_time()
-            trainer.forward_backward(trainer.weights, self._prepared, send)
+            trainer.passes.forward_backward(trainer.weights, self._prepared, send)
             dispatch.append(time.thread_time() - busy)
             while arriving:  # none may be held when the next pass makes its own
                 arriving.pop(0).wait()
@@ -161,7 +161,7 @@ class ComputePasses:
 
     def _download_s(self, chunk: int, wires: Any) -> float:
         start = time.perf_counter()
-        self._trainer.send(chunk, wires).wait()
+        self._trainer.passes.send(chunk, wires).wait()
         return time.perf_counter() - start
 
 

@@ -8,5 +8,6 @@
 | `layer_functions.py` | what those are made of: layers in turn, frozen leaves, sums |
 | `kept_programs.py` | chunks that are not recomputed |
 | `batch.py` | a batch of rows to device arrays |
+| `passes.py` | passes without an update: what steps, evaluation and generation are made of |
 | `metrics.py` | what a step reports |
 """

@@ -248,7 +248,7 @@ def fails_to_load(patch):
 
 
 def fails_in_the_first_step(patch):
-    patch.setattr("slidedp_jax.trainer.Trainer.forward_backward", lambda *_, **__: 1 / 0)
+    patch.setattr("slidedp_jax.step.passes.Passes.forward_backward", lambda *_, **__: 1 / 0)
 
 
 def fails_to_save(patch):

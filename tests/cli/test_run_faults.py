@@ -8,8 +8,8 @@ from runs import checkpoints, losses, metrics
 
 from slidedp_jax.checkpoint.save_restore import list_steps
 from slidedp_jax.data import BatchSource
+from slidedp_jax.step.passes import Passes
 from slidedp_jax.train import main
-from slidedp_jax.trainer import Trainer
 from slidedp_jax.update.part_updates import PartUpdates
 
 pytestmark = pytest.mark.timeout(300)
@@ -69,7 +69,7 @@ def test_running_out_of_device_memory_says_what_to_change(
         return call
 
     owner, name = {
-        "step": (Trainer, "forward_backward"),
+        "step": (Passes, "forward_backward"),
         "update thread": (PartUpdates, "start"),
     }[where]
     monkeypatch.setattr(owner, name, too_much(getattr(owner, name)))

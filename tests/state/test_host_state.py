@@ -148,7 +148,7 @@ def test_an_upload_is_not_changed_by_a_later_update(route):
     config = small_config()
     batch = random_batch(config, 8, 12, packed=False)
     with trainer(config, ADAMW, strategy(), num_devices=2) as it:
-        path = weight_path(route, it._rows.mesh)
+        path = weight_path(route, it.passes._rows.mesh)
         views = [view for part in it.store.parts for view in part.views[:2]]
         before = [np.concatenate(view) for view in views]
         uploads = [path.fetch(view) for view in views]

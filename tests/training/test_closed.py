@@ -16,6 +16,7 @@ from slidedp_jax import Trainer, UserError
 from slidedp_jax.models import decoder
 from slidedp_jax.run.arguments import TrainArguments
 from slidedp_jax.run.folder import RunFolder
+from slidedp_jax.step.passes import Passes
 
 CONFIG = small_config(layers=1)
 
@@ -41,11 +42,7 @@ ROWS = {"input_ids": np.ones((1, 16), np.int32)}
 
 OF_TRAINER = {
     "step": lambda it: it.step(BATCH),
-    "forward_backward": lambda it: it.forward_backward(it.weights, None, None),
-    "send": lambda it: it.send(0, []),
     "evaluate": lambda it: it.evaluate(BATCH),
-    "next_logits": lambda it: it.next_logits((), ROWS, np.zeros(1, np.int32), []),
-    "init_caches": lambda it: it.init_caches(1, 64),
     "parameters": lambda it: it.parameters(),
     "averaged_parameters": lambda it: it.averaged_parameters(),
     "gradients": lambda it: it.gradients(BATCH),
@@ -55,8 +52,16 @@ OF_TRAINER = {
     "save": lambda it: it.save("/nowhere"),
     "restore": lambda it: it.restore("/nowhere"),
     "wait": lambda it: it.wait(),
-    "prepare": lambda it: it.prepare(BATCH),
     "__enter__": lambda it: it.__enter__(),
+}
+
+OF_PASSES = {
+    "forward_backward": lambda it: it.passes.forward_backward(it.weights, None, None),
+    "send": lambda it: it.passes.send(0, []),
+    "next_logits": lambda it: it.passes.next_logits((), ROWS, np.zeros(1, np.int32), []),
+    "init_caches": lambda it: it.passes.init_caches(1, 64),
+    "prepare": lambda it: it.passes.prepare(BATCH),
+    "losses": lambda it: it.passes.losses(None),
 }
 
 TAKING_ONE = {
@@ -91,6 +96,7 @@ def functions_of(owner):
 
 def test_every_public_method_is_asked():
     assert functions_of(Trainer).keys() == OF_TRAINER.keys() | STILL_THERE
+    assert functions_of(Passes).keys() == OF_PASSES.keys() | {"__init__"}
 
 
 def modules():
@@ -122,10 +128,10 @@ def test_every_public_function_that_takes_a_trainer_is_asked():
     assert {*functions_that_take_one()} == TAKING_ONE.keys()
 
 
-@pytest.mark.parametrize("name", OF_TRAINER)
-def test_a_method_says_that_the_trainer_is_closed(closed, name):
+@pytest.mark.parametrize("call", [*OF_TRAINER.values(), *OF_PASSES.values()])
+def test_a_method_says_that_the_trainer_is_closed(closed, call):
     with pytest.raises(UserError, match="the trainer is closed"):
-        OF_TRAINER[name](closed)
+        call(closed)
 
 
 @pytest.mark.parametrize("name", TAKING_ONE)

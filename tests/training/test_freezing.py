@@ -142,9 +142,9 @@ def test_only_what_is_trained_of_a_chunk_travels():
             "k_norm",
         }
         sizes = []
-        prepared = it.prepare(batches(small_config())[0])
+        prepared = it.passes.prepare(batches(small_config())[0])
         it.weights.require(0)
-        it.forward_backward(it.weights, prepared, lambda chunk, wires: sizes.append(wires))
+        it.passes.forward_backward(it.weights, prepared, lambda chunk, wires: sizes.append(wires))
         assert [array.shape for array in sizes[1]] == [(part.padded_size,)]
         assert part.padded_size < layout.padded_size / 2
 

@@ -168,7 +168,7 @@ def seen(plan: Strategy):
 
 def accepts(trainer, batch):
     try:
-        trainer.prepare(batch, training=True)
+        trainer.passes.prepare(batch, training=True)
     except UserError as error:
         assert "the strategy was planned for" in str(error)
         return False

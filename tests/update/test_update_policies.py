@@ -91,13 +91,13 @@ def serial(split, clip, rounding="dither") -> Run:
     ) as it:
         shared, losses, norms = it.gate.shared, [], []
         for batch in batches():
-            prepared, gradients = it.prepare(batch), {}
+            prepared, gradients = it.passes.prepare(batch), {}
 
             def keep(chunk, wire, gradients=gradients):
-                gradients[chunk] = it.send(chunk, wire)
+                gradients[chunk] = it.passes.send(chunk, wire)
 
             it.weights.require(0)
-            outputs = it.forward_backward(it.weights, prepared, keep)
+            outputs = it.passes.forward_backward(it.weights, prepared, keep)
             jax.block_until_ready(outputs.squares)
             squares = outputs.squares
             updates = it._updates._updates

@@ -1,0 +1,143 @@
+"""Passes over the model: what steps, evaluation and generation are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from slidedp_jax.models.streamed import Cache, CachedFn, StreamedModel
+from slidedp_jax.planner.strategy import Strategy
+from slidedp_jax.state.layout import ChunkLayout
+from slidedp_jax.step.batch import PreparedBatch, prepare
+from slidedp_jax.step.in_flight import StepOutputs
+from slidedp_jax.step.pipeline import GradientSink, Pipeline
+from slidedp_jax.transfer.routes import DATA_AXIS, Gradient, GradientPath
+from slidedp_jax.transfer.weight_window import StreamedWeights, WeightSource
+from slidedp_jax.update.state_gate import StateGate
+
+
+@final
+class Passes:
+    """Rows through the model, without an update.
+
+    For the trainer, generation and benchmarks; one at a time: the trainer's turn (`gate.turn`,
+    `gate.passing`) is held meanwhile.
+
+    Args:
+      model: the model.
+      strategy: how it is run.
+      seed: of the random numbers that rows draw in training.
+      documents_per_row: most documents of a packed row.
+      mesh: compute devices, one axis `data`.
+      gate: the way to the state.
+      weights: weights on the devices.
+      pipeline: the order of a step.
+      gradients: how they come back.
+      layouts: chunks of the state.
+    """
+
+    def __init__(
+        self,
+        model: StreamedModel,
+        strategy: Strategy,
+        *,
+        seed: int,
+        documents_per_row: int,
+        mesh: Mesh,
+        gate: StateGate,
+        weights: StreamedWeights,
+        pipeline: Pipeline,
+        gradients: GradientPath,
+        layouts: Sequence[ChunkLayout],
+    ):
+        self._model, self._strategy = model, strategy
+        self._seed, self._documents_per_row = seed, documents_per_row
+        self._num_devices = mesh.devices.size
+        self._rows = NamedSharding(mesh, PartitionSpec(DATA_AXIS))
+        self._same = NamedSharding(mesh, PartitionSpec())
+        self._gate, self._weights = gate, weights
+        self._pipeline, self._gradients, self._layouts = pipeline, gradients, layouts
+
+    def prepare(self, batch: Mapping[str, np.ndarray], *, training: bool = False) -> PreparedBatch:
+        """Validate a batch and split it into this trainer's microbatches.
+
+        For training there may be no more than the strategy was planned for, and the rows of a model
+        that draws random numbers carry the next step's seeds.
+        """
+        self._gate.check()
+        draws = training and self._model.random
+        return prepare(
+            batch,
+            vocab_size=self._model.vocab_size,
+            num_devices=self._num_devices,
+            rows_per_microbatch=self._strategy.rows_per_microbatch,
+            most_microbatches=self._strategy.num_microbatches if training else None,
+            documents_per_row=self._documents_per_row,
+            seed_and_step=(self._seed, self._gate.version + 1) if draws else None,
+            token_arrays=self._model.token_arrays,
+            shifted=self._model.shift_labels,
+        )
+
+    def forward_backward(
+        self, weights: WeightSource, prepared: PreparedBatch, sink: GradientSink
+    ) -> StepOutputs:
+        """One pass with gradients: weights from `weights`, gradients to `sink`."""
+        self._gate.check_open()
+        assert len(prepared.microbatches) <= self._strategy.num_microbatches
+        microbatches = self._place(prepared.microbatches)
+        weight: jax.Array = jax.device_put(np.float32(1 / prepared.num_supervised), self._same)
+        return self._pipeline.step(weights, microbatches, weight, sink)
+
+    def send(self, chunk: int, wires: Sequence[jax.Array]) -> Gradient:
+        """Start the copy of a chunk's gradient to the host."""
+        self._gate.check_open()
+        return self._gradients.send(wires, self._layouts[chunk])
+
+    def losses(self, prepared: PreparedBatch) -> list[jax.Array]:
+        """Sums of the supervised tokens' losses of devices and microbatches, some at a time."""
+        self._gate.check_open()
+        losses, at_once = list[jax.Array](), self._strategy.num_microbatches
+        for first in range(0, len(prepared.microbatches), at_once):
+            some = self._place(prepared.microbatches[first : first + at_once])
+            losses += self._pipeline.losses(self._weights, some)
+        return losses
+
+    def next_logits(
+        self,
+        layer_fns: Sequence[CachedFn],
+        batch: Mapping[str, np.ndarray],
+        last: np.ndarray,
+        caches: list[Cache],
+    ) -> np.ndarray:
+        """One pass of generation under the current weights; see `slidedp_jax.generate`.
+
+        Args:
+          layer_fns: `prefill_fns` or `decode_fns` of the model's cached form.
+          batch: what those read and `input_ids`, arrays [R, ...], R a multiple of the devices.
+          last: index in `batch` of each row's last token, int32 [R].
+          caches: from `init_caches`; replaced by what the pass leaves.
+
+        Returns:
+          Logits of the token after the last one, float32 [R, V].
+        """
+        with self._gate.passing(self._weights):
+            placed, at = jax.device_put((dict(batch), last), self._rows)
+            logits = self._pipeline.next_logits(self._weights, layer_fns, placed, at, caches)
+            return np.asarray(logits)
+
+    def init_caches(self, num_rows: int, capacity: int) -> list[Cache]:
+        """Empty caches of all layers, rows spread over the compute devices."""
+        self._gate.check()
+        assert self._model.cached is not None
+        # The same function object every time, so it is compiled once per size.
+        init = self._model.cached.init_cache
+        make = jax.jit(init, static_argnums=(0, 1, 2), out_shardings=self._rows)
+        dtype = jax.numpy.dtype(self._strategy.compute_dtype)
+        return [make(num_rows, capacity, dtype) for _ in self._model.layers]
+
+    def _place(self, microbatches: Sequence[Mapping[str, Any]]) -> list[dict[str, jax.Array]]:
+        return [jax.device_put(arrays, self._rows) for arrays in microbatches]
