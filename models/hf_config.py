@@ -94,6 +94,8 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         exported = path.parent / "export"
         hint = f" There is a model in {exported}." if (exported / path.name).is_file() else ""
+        if (path.parent / "trainer.json").is_file():
+            hint = f" This is a checkpoint: `slidedp export {path.parent} FOLDER` makes one of it."
         raise FileNotFoundError(
             f"{path} does not exist. A model folder holds config.json, model.safetensors (or "
             f"shards and an index) and the tokenizer's files.{hint}"

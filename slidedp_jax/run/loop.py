@@ -135,14 +135,13 @@ class Run:
             max_consecutive_skips=args.max_consecutive_skips,
             documents_per_row=inputs.source.documents_per_row,
         )
-        what = "weights loaded, training state made" if load else "training state made"
+        what = "weights loaded" if load else "room for the state made"
         store = trainer.store
         elsewhere = store.owned_bytes - store.host_bytes
         where = f"{size_text(store.host_bytes)} on the host"
         where += f", {size_text(elsewhere)} on the devices" if elsewhere else ""
         print(
-            f"{what} in {time.perf_counter() - start:.1f} s: {store.num_parameters:,} parameters, "
-            f"state: {where}",
+            f"{what} in {time.perf_counter() - start:.1f} s; training state: {where}",
             flush=True,
         )
         return trainer
@@ -336,8 +335,8 @@ class Run:
     def _summary(self, trainer: Trainer) -> None:
         places = self._tokens_seen + self._padding_seen
         print(
-            f"done: {counted(self._inputs.num_steps, 'step')}, {self._tokens_seen:,} tokens seen, "
-            f"{self._padding_seen / max(1, places):.0%} of the rows' places were padding"
+            f"done: {counted(self._inputs.num_steps, 'step')}, {self._tokens_seen:,} tokens seen; "
+            f"padding took {self._padding_seen / max(1, places):.0%} of the rows"
         )
         timed = self._timed[1:] or self._timed
         if timed:
@@ -345,8 +344,8 @@ class Run:
             step_s = sorted(second for _, second in timed)[len(timed) // 2]
             predicted = step_seconds(self._plan, self._inputs)
             print(
-                f"  {tokens / seconds:,.0f} tokens/s without padding after the first step; median "
-                f"step {step_s:.3f} s, predicted {predicted:.3f} s"
+                f"  {tokens / seconds:,.0f} tokens/s without padding, after the first step\n"
+                f"  median step {step_s:.3f} s, predicted {predicted:.3f} s"
             )
         peak, predicted = _device_peak_gib(), self._plan.chosen.memory.device_bytes / 2**30
         if peak is not None:

@@ -177,7 +177,7 @@ def test_padding_is_counted_apart(inputs, tmp_path, capsys):
         assert (record["num_tokens"], record["num_padding_tokens"]) == (tokens, padding)
         rate = record["tokens_per_second"] * record["step_time_s"]
         assert rate == pytest.approx(batch.num_tokens)
-    assert f"{tokens:,} tokens seen, {padding / (tokens + padding):.0%} of the rows' places" in said
+    assert f"{tokens:,} tokens seen; padding took {padding / (tokens + padding):.0%} of" in said
     assert "tokens/s without padding" in said
     shutil.rmtree(out / "checkpoints" / "step_00000004")
     inputs.train(out, max_steps=4, max_seq_length=256, save_steps=2)

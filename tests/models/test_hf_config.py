@@ -224,6 +224,11 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
         FileNotFoundError, match=r"config\.json does not exist.*tokenizer's files\.$"
     ):
         read_config(tmp_path)
+    checkpoint = tmp_path / "checkpoints" / "step_00000002"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "trainer.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match=r"a checkpoint: `slidedp export .*step_00000002 F"):
+        read_config(checkpoint)
     (tmp_path / "config.json").write_text("{broken")
     with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
         read_config(tmp_path)
