@@ -16,7 +16,7 @@ import models, planner
 assert models.WHOSE == planner.WHOSE == "the user's", (models, planner)
 import slidedp_jax
 slidedp_jax.configure(platform="cpu")
-import slidedp_jax.train
+import slidedp_jax.run.loop
 from slidedp_jax.models import decoder
 from slidedp_jax.planner import search
 assert sys.modules["models"].WHOSE == "the user's"

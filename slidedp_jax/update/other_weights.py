@@ -48,7 +48,7 @@ def _swap(gate: StateGate) -> None:
         raise UserError("no average is kept; pass ema_decay, such as 0.999, to the Trainer")
     gate.wait()
     shared = gate.shared
-    with gate.writing(gate.rounding) as writer:
+    with gate.writing() as writer:
         writer.swap_averages()
         writer.finish(gate.version, shared)
 
@@ -64,7 +64,7 @@ def _put(gate: StateGate, weights: Mapping[str, np.ndarray]) -> dict[str, np.nda
     with gate.reading() as reader:
         before = {name: reader.read(name) for name in weights}
         shared = reader.shared
-    with gate.writing(gate.rounding) as writer:
+    with gate.writing() as writer:
         for name, values in weights.items():
             writer.write(name, np.asarray(values))
         writer.finish(gate.version, shared)

@@ -210,10 +210,10 @@ class StateGate:
                 self._fences.let_go(version)
 
     @contextlib.contextmanager
-    def writing(self, rounding: WeightRounding) -> Iterator[StateWriter]:
+    def writing(self, rounding: WeightRounding | None = None) -> Iterator[StateWriter]:
         """The state, to be written as a whole; ends with `StateWriter.finish`.
 
-        `rounding`: how masters become the weights that compute, from now on.
+        `rounding`: how masters become the weights that compute, from now on; None: as before.
 
         Raises:
           UserError, TrainingStopped: the trainer is closed, or has failed for good.
@@ -221,7 +221,7 @@ class StateGate:
         with self.turn:
             self.wait()
             self._lacking = self._lacking or _HALF_WRITTEN
-            if rounding != self.rounding:  # which no weight of before can be read by
+            if rounding not in (None, self.rounding):  # which no weight of before can be read by
                 self._part_updates.use_rounding(rounding)
             writer = StateWriter(self._store, self.ema_decay)
             yield writer

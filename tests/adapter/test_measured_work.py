@@ -99,7 +99,7 @@ def attention_model(num_heads: int, dim: int, vocab_size: int, chunk_tokens, own
         flat, targets = x.reshape(-1, dim), batch["targets"].reshape(-1)
         if chunk_tokens is not None:
             return cross_entropy_sum(flat, p["out"], targets, chunk_tokens=chunk_tokens)
-        logits = flat @ p["out"].T
+        logits = (flat @ p["out"].T).astype(jnp.float32)
         picked = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None] % vocab_size, 1)
         return -jnp.sum(picked[:, 0] * (targets >= 0))
 

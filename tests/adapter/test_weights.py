@@ -78,7 +78,7 @@ def test_one_variable_at_two_places_ties_embedding_and_head():
 
     def head_loss(module, x, batch):
         hidden = module.norm(x)
-        scores = hidden @ module.a_projection[...].T
+        scores = (hidden @ module.a_projection[...].T).astype(jnp.float32)
         return jnp.sum(scores.max(axis=-1) * (batch["targets"] >= 0))
 
     adapted = slidedp_jax.adapt(model, **(PARTS | {"head_loss": head_loss}))

@@ -69,7 +69,7 @@ def test_the_bar_keeps_step_loss_and_time_on_one_line_of_80_columns(shown):
     assert any("compiling (first step) 0:0" in bar for bar in bars)
     assert any("evaluating 0:0" in bar for bar in bars)
     steps = [bar for bar in bars if bar.endswith(" left")]
-    assert {int(BAR.match(bar)[1]) for bar in steps} >= {1, 6}
+    assert 6 in {int(BAR.match(bar)[1]) for bar in steps}
     for bar in steps:
         assert re.search(r"loss [\d.]+ \| .*(\d:\d\d|-:--) left$", bar), bar
 

@@ -88,13 +88,14 @@ def peak_bytes(layers, *, tied, route, depth):
     ],
 )
 def test_the_peak_grows_with_depth_by_boundary_activations_alone(tied, route):
-    """Per layer, a boundary float32 [rows, T, D] and a sum of squares [G] stay."""
+    """Per layer, a boundary float32 [rows, T, D], a sum of squares [G] and dithers' keys stay."""
     shallow, _ = peak_bytes(4, tied=tied, route=route, depth=1)
     deep, sizes = peak_bytes(12, tied=tied, route=route, depth=1)
     boundary = NUM_ROWS * NUM_TOKENS * small_config().hidden_size * 4
     squares = NUM_DEVICES * 4
+    keys = NUM_DEVICES * 4 * len(small_config(layers=1).parameter_shapes())
     assert 8 * boundary < 0.2 * 4 * NUM_DEVICES * sizes[1]  # far below the weights of one layer
-    assert deep - shallow <= 8 * (boundary + squares)
+    assert deep - shallow <= 8 * (boundary + squares + keys)
 
 
 @pytest.mark.parametrize("depth", [1, 3, pytest.param(2, marks=pytest.mark.thorough)])

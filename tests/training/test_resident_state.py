@@ -85,8 +85,8 @@ def test_nothing_of_a_resident_chunk_is_copied():
     for resident_chunks in (0, 2):
         plan = strategy(rows_per_step=ROWS, resident_chunks=resident_chunks)
         with trainer(config, OPTIMIZER, plan, num_devices=1) as it:
-            send, sent = it.send, []
-            it.send = lambda chunk, wires, send=send, sent=sent: (
+            send, sent = it.passes.send, []
+            it.passes.send = lambda chunk, wires, send=send, sent=sent: (
                 sent.append(send(chunk, wires)) or sent[-1]
             )
             it.step(batches(config)[0])
