@@ -271,6 +271,7 @@ def test_compiled_programs_are_kept_in_the_users_cache_on_gpus(monkeypatch, tmp_
     assert cache_folder("auto", "cuda") is None
 
 
+@pytest.mark.thorough
 def test_a_named_folder_keeps_programs_for_the_next_process(tmp_path):
     code = (
         "import slidedp_jax, jax\n"

@@ -99,6 +99,7 @@ def test_masks_differ_between_steps_rows_and_seeds():
     np.testing.assert_array_equal(first, hidden(0, 1))
 
 
+@pytest.mark.thorough
 def test_evaluation_draws_nothing():
     model = Hybrid(nnx.Rngs(1), rate=RATE)
     adapted = slidedp_jax.adapt(model, **PARTS, dropout=True)

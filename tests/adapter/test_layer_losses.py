@@ -90,6 +90,7 @@ def test_the_work_of_a_router_has_its_choices():
         assert [layer.decided_elements for layer in workload.layers] == [0, elements * CHOSEN]
 
 
+@pytest.mark.thorough
 def test_an_nnx_layer_that_draws_sums_its_loss_over_rows():
     def layer(block, x, batch):
         y = block(x)

@@ -63,6 +63,7 @@ def test_training_is_that_of_the_module():
     assert_equal_training(losses, trained, plain_losses, named_leaves(nnx.to_pure_dict(plain)))
 
 
+@pytest.mark.thorough
 def test_dropout_in_them_is_that_of_the_layer_itself():
     batches = token_batches(VOCAB, 3, 9, 2)
     results = [

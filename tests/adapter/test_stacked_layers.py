@@ -146,6 +146,7 @@ def linen_parts(axis=0):
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("axis", [1, pytest.param(0, marks=pytest.mark.thorough)])
 def test_a_linen_model(axis):
     model = LinenDecoder(axis)
@@ -212,6 +213,7 @@ def whole_of_tree(p, batch):
     return next_token_loss((x * p["scale"][None, None]) @ p["table"].T, batch["labels"])
 
 
+@pytest.mark.thorough
 def test_stacks_and_layers_in_turn():
     params = jax.tree.map(jnp.asarray, tree())
     adapted = slidedp_jax.adapt(params, **TREE_PARTS, whole_loss=whole_of_tree)

@@ -119,9 +119,9 @@ def reference():
     ("family", "tied", "devices", "layers"),
     [
         pytest.param("qwen3", True, 1, 1, marks=pytest.mark.thorough),
-        ("qwen3", True, 3, 1),
+        pytest.param("qwen3", True, 3, 1, marks=pytest.mark.thorough),
         ("qwen3", False, 3, 2),
-        ("qwen2", False, 1, 1),
+        pytest.param("qwen2", False, 1, 1, marks=pytest.mark.thorough),
         pytest.param("qwen2", False, 3, 2, marks=pytest.mark.thorough),
     ],
 )
@@ -140,6 +140,7 @@ def test_streamed_training_equals_training_of_the_module(family, tied, devices, 
         np.testing.assert_array_equal(held[name], values)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("family", "remat"),
     [

@@ -20,6 +20,7 @@ def trainer(devices: int, layers: int, seed: int = 1) -> Trainer:
     return Trainer(adapted.model, adamw(), strategy=plan, num_devices=devices, kernel_form="whole")
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_goes_on_with_other_devices_and_chunks(tmp_path):
     batches = token_batches(VOCAB, ROWS, TOKENS, 3)
     with trainer(2, 2) as first:

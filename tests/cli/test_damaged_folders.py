@@ -290,6 +290,7 @@ def test_a_wrong_setting_beside_overwrite_deletes_nothing(inputs, finished, tmp_
     assert tree_of(out) == before
 
 
+@pytest.mark.thorough
 def test_a_kill_before_the_first_checkpoint_leaves_the_old_run(inputs, finished, tmp_path):
     out = shutil.copytree(finished, tmp_path / "run")
     before = tree_of(out)

@@ -73,6 +73,7 @@ def test_before_training_one_is_enough_and_nothing_is_left(inputs, tmp_path, pla
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "place",
     [

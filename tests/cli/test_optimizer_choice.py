@@ -108,6 +108,7 @@ def test_state_bytes_are_those_of_the_state():
     assert state_bytes(optimizer("muon"), SHAPES) == pytest.approx(muon, abs=64)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["lion", "muon"])
 def test_a_run_with_another_optimizer_learns_and_resumes(name, inputs, tmp_path, capsys):
     out = tmp_path / "run"

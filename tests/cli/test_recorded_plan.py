@@ -102,6 +102,7 @@ def test_a_plan_that_no_longer_fits_is_not_taken_in_silence(inputs, tmp_path, ca
         assert "can be had now: it must not become less" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_a_kernel_form_that_is_recorded_is_kept(inputs, tmp_path, monkeypatch):
     out, straight = tmp_path / "run", tmp_path / "straight"
     with monkeypatch.context() as patch:

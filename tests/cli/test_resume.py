@@ -64,6 +64,7 @@ def test_kill_after_a_checkpoint_loses_nothing(inputs, straight, tmp_path):
     assert not list((out / "checkpoints").glob(".*"))
 
 
+@pytest.mark.thorough
 def test_sigterm_saves_and_the_same_command_goes_on(inputs, straight, tmp_path):
     out = cut_back(straight, tmp_path / "run", 2)
     process = inputs.start(out, max_steps=5000, save_steps=5000)
@@ -81,6 +82,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(inputs, straight, tmp_path):
     assert losses(out)[:same] == losses(straight)[:same]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("num_devices", "layers_per_chunk"), [(3, 2), pytest.param(1, 3, marks=pytest.mark.thorough)]
 )

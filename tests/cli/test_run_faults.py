@@ -16,6 +16,7 @@ pytestmark = pytest.mark.timeout(300)
 SETTINGS = {"max_steps": 6, "save_steps": 2}
 
 
+@pytest.mark.thorough
 def test_a_failure_in_data_loading_ends_the_run_and_the_next_one_goes_on(
     inputs, tmp_path, capsys, monkeypatch
 ):

@@ -85,6 +85,7 @@ def test_norms_and_biases_do_not_decay():
         assert not decays(name, (4,))
 
 
+@pytest.mark.thorough
 def test_parameters_without_gradient_only_decay(inputs, tmp_path):
     """Rows of the embedding that no text holds: scaled by (1 - lr wd) per step, moments zero."""
     out = tmp_path / "run"

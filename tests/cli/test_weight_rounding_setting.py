@@ -102,6 +102,7 @@ def test_a_run_of_before_there_was_a_choice_goes_on_to_nearest(inputs, dithered,
     assert recorded(out) == recorded(out, 3) == NEAREST
 
 
+@pytest.mark.thorough
 def test_a_run_without_a_checkpoint_starts_again_as_it_began(inputs, tmp_path):
     out, fresh, settings = tmp_path / "run", tmp_path / "fresh", BF16 | {"max_steps": 1}
     inputs.train(out, weight_rounding="nearest", save_steps="null", save_at_end=False, **settings)

@@ -60,6 +60,7 @@ def test_the_same_each_time_and_never_over_other_files(demo, tmp_path):
     assert refused.returncode != 0 and "is not empty" in refused.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.parity
 def test_transformers_loads_all_of_it(demo):
     transformers = pytest.importorskip("transformers")

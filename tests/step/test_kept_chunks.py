@@ -44,7 +44,10 @@ def run(*, tied=False, num_devices=1, frozen=(), policy="deferred", **changes):
     "case",
     [
         {"tied": True, "num_devices": 3, "num_host_devices": 6, "rows_per_microbatch": 1},
-        {"layers_per_chunk": 3, "policy": "eager", "prefetch_depth": 2},
+        pytest.param(
+            {"layers_per_chunk": 3, "policy": "eager", "prefetch_depth": 2},
+            marks=pytest.mark.thorough,
+        ),
         {"frozen": ("model.embed_tokens.*", "model.layers.[01].*"), "num_devices": 2},
         {"frozen": ("*_proj.weight",)},
     ],

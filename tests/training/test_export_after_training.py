@@ -101,6 +101,7 @@ def test_a_tied_model_is_exported_without_a_head(tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is True
 
 
+@pytest.mark.thorough
 def test_biases_of_qwen2_are_trained_and_exported(tmp_path):
     before = make_folder(tmp_path / "model", "qwen2", tied=False)
     after = train_and_export(tmp_path / "model", tmp_path / "out", 2)

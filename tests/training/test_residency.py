@@ -82,7 +82,7 @@ def peak_bytes(layers, *, tied, route, depth):
     ("tied", "route"),
     [
         (False, "shard_all_gather"),
-        (True, "replicate"),
+        pytest.param(True, "replicate", marks=pytest.mark.thorough),
         pytest.param(True, "shard_all_gather", marks=pytest.mark.thorough),
         pytest.param(False, "replicate", marks=pytest.mark.thorough),
     ],
@@ -121,6 +121,7 @@ def test_each_further_prefetch_holds_one_more_upload():
     np.testing.assert_allclose(np.diff(peaks), layer, rtol=0.01)
 
 
+@pytest.mark.thorough
 def test_evaluating_more_rows_takes_no_more_of_a_device():
     """All that is there at once is what the strategy was planned for."""
     config = small_config(layers=2)
@@ -140,6 +141,7 @@ def test_evaluating_more_rows_takes_no_more_of_a_device():
     assert peaks[1] - peaks[0] < boundary
 
 
+@pytest.mark.thorough
 def test_nothing_grows_over_a_hundred_steps():
     config = small_config(layers=2)
     batches = [random_batch(config, 4, 8, packed=True, seed=i) for i in range(4)]

@@ -64,8 +64,16 @@ def run(
     [
         ((1,), {"num_devices": 3, "rows_per_microbatch": 1, "weight_route": "shard_all_gather"}),
         ((2, CHUNKS), {"num_devices": 2, "policy": "eager", "tied": True}),
-        ((3,), {"policy": "eager", "kept_chunks": 2, "layers_per_chunk": 3}),
-        ((3,), {"frozen": ("model.layers.0.*", "*norm*"), "ema_decay": 0.9, "prefetch_depth": 3}),
+        pytest.param(
+            (3,),
+            {"policy": "eager", "kept_chunks": 2, "layers_per_chunk": 3},
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            (3,),
+            {"frozen": ("model.layers.0.*", "*norm*"), "ema_decay": 0.9, "prefetch_depth": 3},
+            marks=pytest.mark.thorough,
+        ),
         ((CHUNKS + 5,), {"compute_dtype": "bfloat16", "num_devices": 2, "rows_per_microbatch": 3}),
     ],
     ids=str,

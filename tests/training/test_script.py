@@ -108,6 +108,7 @@ def cut_and_run_again(folder: pathlib.Path, there: pathlib.Path) -> str:
     return run(longer_script(), there)
 
 
+@pytest.mark.thorough
 def test_the_longer_one_evaluates_saves_and_goes_on(folder, tmp_path):
     printed = cut_and_run_again(folder, tmp_path / "cut")
     assert "<Plan: qwen3" in printed

@@ -162,6 +162,7 @@ def test_another_configuration_is_refused_by_the_names_of_its_fields(saved):
         it.restore(saved)
 
 
+@pytest.mark.thorough
 def test_the_kernel_form_of_the_checkpoint_is_taken(tmp_path):
     def run(form, steps, path=None):
         options = {} if form is None else {"kernel_form": form}

@@ -26,7 +26,9 @@ def powers_of_two():
 @pytest.mark.parametrize(
     "rounding", ["dither", pytest.param("nearest", marks=pytest.mark.thorough)]
 )
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", [f if f == "fused" else pytest.param(f, marks=pytest.mark.thorough) for f in FORMS]
+)
 def test_split_master_equals_an_fp32_master_in_every_bit(form, rounding, sharding):
     """The reference is plain optax on fp32 arrays in a program of its own.
 

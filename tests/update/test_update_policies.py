@@ -41,7 +41,7 @@ SPLITS = [
     if devices > 1 or route == "reduce_scatter"
 ]
 # Every pair of values of two columns.
-OFTEN = {(1, 4, "reduce_scatter"), (2, 1, "host_sum"), (4, 1, "reduce_scatter"), (4, 4, "host_sum")}
+OFTEN = {(1, 4, "reduce_scatter"), (2, 1, "host_sum")}
 
 
 def batches():
