@@ -154,6 +154,7 @@ def test_functions_find_their_key_in_the_batch():
     assert_equal_training(losses, trained, plain_losses, named_leaves(plain))
 
 
+@pytest.mark.thorough
 def test_a_head_that_draws_is_summed_over_rows():
     def noisy_head(model, x, batch):
         return head_loss(model, model.drop(x), batch)

@@ -192,6 +192,7 @@ def test_dicts_that_do_not_fit():
     )
 
 
+@pytest.mark.thorough
 def test_a_dict_and_a_loss_of_the_layers():
     def layer(p, states, batch):
         states = shared_layer(p, states, batch)

@@ -163,6 +163,7 @@ def test_a_larger_batch_that_is_much_faster_is_named(inputs, many_rows, tmp_path
     assert larger_rate / rate == pytest.approx(float(note[2]), rel=0.05)
 
 
+@pytest.mark.thorough
 def test_padding_is_counted_apart(inputs, tmp_path, capsys):
     out = tmp_path / "out"
     inputs.train(out, max_steps=4, max_seq_length=256, save_steps=2)

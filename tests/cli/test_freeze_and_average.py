@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 from runs import ROOT, losses
 from safetensors.numpy import load_file
 
@@ -18,6 +19,7 @@ def is_frozen(name):
     return name.startswith(("model.embed_tokens.", "model.layers.0.", "model.layers.1."))
 
 
+@pytest.mark.thorough
 def test_frozen_weights_are_saved_resumed_and_exported(inputs, tmp_path, capsys):
     straight, out = tmp_path / "straight", tmp_path / "run"
     inputs.train(straight, **SETTINGS, export=True, export_dtype="float32")

@@ -102,6 +102,7 @@ def test_an_export_ends_at_once_and_is_made_by_the_next_start(inputs, tmp_path):
     assert (out / "export" / "model.safetensors").is_file()
 
 
+@pytest.mark.thorough
 def test_the_export_command_leaves_nothing(inputs, straight, tmp_path):
     words = [str(straight), str(tmp_path / "new")]
     place = "slidedp_jax.models.hf_export._write_shard"

@@ -227,6 +227,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_goes_on(
     np.testing.assert_allclose(losses(out), losses(straight)[:3], rtol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("flag", ["keep_activations", "resident_state"])
 def test_a_run_goes_on_with_or_without_what_stays_on_devices(
     flag, inputs, straight, tmp_path, capsys

@@ -53,7 +53,9 @@ def test_bad_steps_are_counted_and_too_many_in_a_row_end_the_run(inputs, tmp_pat
     assert record["extra"]["skipped_steps"] == 2
 
 
-@pytest.mark.parametrize("where", ["step", "update thread"])
+@pytest.mark.parametrize(
+    "where", ["step", pytest.param("update thread", marks=pytest.mark.thorough)]
+)
 def test_running_out_of_device_memory_says_what_to_change(
     where, inputs, tmp_path, capsys, monkeypatch
 ):

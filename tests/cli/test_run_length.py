@@ -34,10 +34,10 @@ def epochs_of(steps):
     [
         # (rows per device, accumulation) of 8 devices: 8 rows, then 16, and so on
         ((1, 1), 3, (2, 1), 1, [8, 8, 8, 16, 8]),
-        ((2, 1), 2, (1, 1), 1, [16, 16, 8, 8]),
+        pytest.param((2, 1), 2, (1, 1), 1, [16, 16, 8, 8], marks=pytest.mark.thorough),
         ((1, 1), 5, (3, 2), 2, [8] * 5 + [8, 48]),
-        ((3, 1), 3, (1, 3), 2.5, [24] * 3 + [24, 24]),
-        ((5, 1), 2, (1, 2), 1, [40, 8]),
+        pytest.param((3, 1), 3, (1, 3), 2.5, [24] * 3 + [24, 24], marks=pytest.mark.thorough),
+        pytest.param((5, 1), 2, (1, 2), 1, [40, 8], marks=pytest.mark.thorough),
     ],
     ids=str,
 )

@@ -109,6 +109,7 @@ def test_norms_do_not_decay_in_a_run(inputs, tmp_path):
         np.testing.assert_allclose(difference, expected, rtol=0, atol=5e-7, err_msg=name)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("rows", "accumulation"), [(1, 3), (3, 1)])
 def test_accumulation_equals_the_big_batch(inputs, straight, tmp_path, rows, accumulation):
     """Rows of unequal length: the mean is over supervised tokens of the whole step."""

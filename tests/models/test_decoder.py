@@ -87,6 +87,7 @@ def test_packed_rows_equal_unpacked_rows(changes):
     assert_trees_close(gradient, expected_gradient, 1e-5)
 
 
+@pytest.mark.thorough
 def test_padding_side_and_amount_change_nothing():
     model = plain_model.built(variant(), loss_chunk_tokens=32)
     trees = plain_model.model_arrays(model, plain_model.random_values(model))

@@ -258,6 +258,7 @@ def test_a_folder_is_planned_by_its_config_not_by_its_name(tmp_path, capsys):
     assert pruned["model"]["num_parameters"] == 596_049_920 - 2 * layer
 
 
+@pytest.mark.thorough
 def test_a_window_that_is_switched_off_changes_nothing(tmp_path, capsys):
     plan = _plan_of_folder(tmp_path / "a", QWEN3_06B, capsys)
     off = QWEN3_06B | {"sliding_window": 8, "use_sliding_window": False, "max_window_layers": 28}

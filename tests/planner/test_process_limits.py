@@ -42,6 +42,7 @@ def test_the_limit_of_page_locked_memory_follows_the_host():
     assert stated.pinned_pool_limit_bytes == 30 * GIB
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [

@@ -102,7 +102,14 @@ devices weights          gradients      layers micro tied  packed clip    optimi
 @pytest.mark.parametrize(
     "rounding", ["dither", pytest.param("nearest", marks=pytest.mark.thorough)]
 )
-@pytest.mark.parametrize("case", CASES.strip().splitlines()[1:], ids=lambda c: "-".join(c.split()))
+@pytest.mark.parametrize(
+    "case",
+    [
+        case if number % 2 else pytest.param(case, marks=pytest.mark.thorough)
+        for number, case in enumerate(CASES.strip().splitlines()[1:])
+    ],
+    ids=lambda c: "-".join(c.split()),
+)
 def test_streamed_steps_equal_plain_optax(case, rounding, reference):
     devices, weights, gradients, layers, micro, tied, packed, clip, optimizer = case.split()
     devices, micro = int(devices), int(micro)

@@ -94,6 +94,7 @@ def test_rows_of_a_prime_vocabulary_come_back_whole(tmp_path, num_devices):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == VOCAB
 
 
+@pytest.mark.thorough
 def test_a_tied_model_is_exported_without_a_head(tmp_path):
     make_folder(tmp_path / "model", "qwen3", tied=True)
     train_and_export(tmp_path / "model", tmp_path / "out", 1)

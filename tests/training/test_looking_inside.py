@@ -49,6 +49,7 @@ def injected():
     return optax.inject_hyperparams(optax.adamw)(learning_rate=RATE, weight_decay=0.1, eps=1e-4)
 
 
+@pytest.mark.thorough
 def test_hyperparameters_change_between_steps(tmp_path):
     optimizer = injected()
     params, state = params_and_state(optimizer)

@@ -112,6 +112,7 @@ def test_the_peak_is_the_window_of_the_prefetch_depth(depth):
     assert (slots + 1) * layer < peak < (slots + 2) * layer
 
 
+@pytest.mark.thorough
 def test_each_further_prefetch_holds_one_more_upload():
     peaks, sizes = zip(
         *(peak_bytes(12, tied=False, route="replicate", depth=depth) for depth in (1, 2, 3)),

@@ -142,6 +142,7 @@ def test_resident_weights_are_gathered_by_a_program():
         assert "all_gather" in program.lower(fetched, None).as_text()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("before", "after"), [(CHUNKS, 2), pytest.param(0, 3, marks=pytest.mark.thorough)]
 )

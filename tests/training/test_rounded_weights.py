@@ -94,7 +94,7 @@ CASES = {
     "fused": {"options": {"kernel_form": "fused"}},
     "fp32 compute": {"compute_dtype": "float32"},
 }
-FAST = ("three layers a chunk", "three devices", "on the devices", "whole parameters")
+FAST = ("three devices", "on the devices")
 
 
 @pytest.mark.parametrize(

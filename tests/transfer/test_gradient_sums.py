@@ -108,6 +108,7 @@ def test_devices_sum_a_gradient_in_the_program_of_the_chunk_below(
         assert order.names == [down[0], *(name for pair in pairs for name in pair), *embed]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_microbatches", [1, 4])
 def test_a_chunk_is_done_when_its_weights_are_let_go(num_microbatches, monkeypatch):
     """Or the schedule would run ahead of the devices, and more than a window would lie there."""

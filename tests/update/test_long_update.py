@@ -57,7 +57,9 @@ def test_split_master_equals_an_fp32_master_in_every_bit(form, rounding, shardin
     assert np.abs(expected - master).min() > 0
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", [f if f == "fused" else pytest.param(f, marks=pytest.mark.thorough) for f in FORMS]
+)
 def test_steps_far_below_a_bfloat16_digit_add_up(form, sharding):
     """Weight decay alone, at a rate of 1e-6 a step: no step changes any bfloat16 weight.
 

@@ -156,6 +156,7 @@ def test_eager_deferred_and_serial_steps_are_one(split, rounding):
     assert_close_to_plain_adam(clipped, plain("alternating"), learning_rate=LEARNING_RATE)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("split", SPLITS[1::3], ids=lambda s: "-".join(map(str, s)))
 def test_a_clip_that_is_always_hit(split):
     run = streamed(split, "deferred", "hit")
