@@ -48,9 +48,9 @@ Checkpoints  $out/run/checkpoints
 Metrics      $out/run/metrics.jsonl
 Model        $out/run/export
 
-The command `slidedp` is in .venv/bin. What your own job needs, and the job:
+The command "slidedp" is in .venv/bin. What your own job needs, and the job:
   .venv/bin/slidedp train --dry_run --model_name_or_path DIR --train_file ROWS.jsonl \\
       --output_dir OUT --packing --max_seq_length 4096 --per_device_train_batch_size auto
   ... the same without --dry_run; again after a stop, it goes on from the last checkpoint.
-A checkpoint becomes a model folder by `slidedp export $out/run FOLDER`.
+A checkpoint becomes a model folder by "slidedp export $out/run FOLDER".
 TEXT
