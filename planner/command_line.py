@@ -8,8 +8,9 @@ from typing import NoReturn
 
 from slidedp_jax.models.config import config_names
 from slidedp_jax.planner.disk import EXPORT_BYTES
-from slidedp_jax.planner.hardware import COMPUTE_DTYPES, PRESETS
+from slidedp_jax.planner.hardware import COMPUTE_DTYPES
 from slidedp_jax.planner.optimizers import OPTIMIZERS
+from slidedp_jax.planner.presets import PRESETS
 from slidedp_jax.planner.strategy import GRADIENT_ROUTES, WEIGHT_ROUTES
 
 COUNTS = {

@@ -10,12 +10,11 @@ from dataclasses import dataclass, replace
 from slidedp_jax.planner.hardware import (
     GIB,
     HOST_UPDATE_GROWTH,
-    PRESETS,
     HardwareProfile,
     LinkRate,
-    preset_of_kind,
     size_text,
 )
+from slidedp_jax.planner.presets import PRESETS, preset_of_kind
 from slidedp_jax.planner.process_limits import usable_device_bytes
 
 

@@ -54,6 +54,7 @@ class StopAtSignal:
         if self._pipe is None:
             return
         for number, handler in self._previous.items():
+            # As `signal.signal` gave it: None only for a handler that was not set by Python.
             signal.signal(number, handler)  # type: ignore[arg-type]
         signal.set_wakeup_fd(self._former_pipe)
         os.close(self._pipe[1])  # which ends the thread

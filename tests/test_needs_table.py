@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from slidedp_jax.planner.hardware import GIB, PRESETS
+from slidedp_jax.planner.hardware import GIB
+from slidedp_jax.planner.presets import PRESETS
 from slidedp_jax.planner.stated_machine import Stated, machine
 
 ROOT = Path(__file__).resolve().parent.parent

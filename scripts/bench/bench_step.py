@@ -188,7 +188,7 @@ def measure(
     import jax
     import numpy as np
 
-    from slidedp_jax.planner.hardware import preset_of_kind
+    from slidedp_jax.planner.presets import preset_of_kind
     from slidedp_jax.planner.workload import BatchShape, Workload
 
     rng = np.random.default_rng(1)

@@ -73,7 +73,7 @@ def _run(name: str, only: str) -> int:
             port = make()
             if only in port.name:
                 failed += not compare(port, DEVICES)
-        except Exception:
+        except Exception:  # whatever a port raises, the others are still to be tried
             traceback.print_exc(limit=-4)
             failed += 1
     return failed

@@ -13,7 +13,7 @@ from slidedp_jax.data import BatchSource, DataReport, StepSize
 from slidedp_jax.errors import UserError
 from slidedp_jax.models.config import ModelConfig
 from slidedp_jax.planner.candidates import Choices
-from slidedp_jax.planner.hardware import named_hardware
+from slidedp_jax.planner.presets import named_hardware
 from slidedp_jax.planner.search import Plan
 from slidedp_jax.planner.strategy import Strategy
 from slidedp_jax.pretrained import Pretrained, from_pretrained

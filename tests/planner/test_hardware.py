@@ -7,12 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slidedp_jax.models.config import named_config
-from slidedp_jax.planner.hardware import (
+from slidedp_jax.planner.hardware import GIB, MIB, LinkRate
+from slidedp_jax.planner.presets import (
     _PRESET_OF_KIND,
-    GIB,
-    MIB,
     PRESETS,
-    LinkRate,
     named_hardware,
     preset_of_kind,
     profile_of_kind,

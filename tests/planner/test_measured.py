@@ -17,8 +17,9 @@ from dataclasses import replace
 import pytest
 
 from slidedp_jax.models.config import named_config
-from slidedp_jax.planner.hardware import GIB, HardwareProfile, named_hardware
+from slidedp_jax.planner.hardware import GIB, HardwareProfile
 from slidedp_jax.planner.memory import memory_use
+from slidedp_jax.planner.presets import named_hardware
 from slidedp_jax.planner.step_time import StepTime, step_time
 from slidedp_jax.planner.strategy import Strategy, WeightRoute
 from slidedp_jax.planner.workload import BatchShape, Workload

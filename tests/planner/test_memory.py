@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from slidedp_jax.models.config import ModelConfig, named_config
 from slidedp_jax.planner import memory
 from slidedp_jax.planner.chunking import chunk_stages, padded_size
-from slidedp_jax.planner.hardware import GIB, MIB, named_hardware
+from slidedp_jax.planner.hardware import GIB, MIB
 from slidedp_jax.planner.memory import device_phases, memory_use, packed_attention_bytes
 from slidedp_jax.planner.pinned_pool import pool_regions
+from slidedp_jax.planner.presets import named_hardware
 from slidedp_jax.planner.search import plan
 from slidedp_jax.planner.strategy import Strategy
 from slidedp_jax.planner.workload import BatchShape, StageWork, Workload

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from slidedp_jax import UserError, configure
-from slidedp_jax.planner.hardware import GIB, named_hardware
+from slidedp_jax.planner.hardware import GIB
+from slidedp_jax.planner.presets import named_hardware
 from slidedp_jax.planner.process_limits import (
     DEVICE_MEMORY_FRACTION,
     pinned_pool_limit_gib,

@@ -19,8 +19,9 @@ from slidedp_jax.planner.candidates import (
 )
 from slidedp_jax.planner.chunking import chunk_stages
 from slidedp_jax.planner.errors import PlanError
-from slidedp_jax.planner.hardware import GIB, named_hardware
+from slidedp_jax.planner.hardware import GIB
 from slidedp_jax.planner.memory import memory_use
+from slidedp_jax.planner.presets import named_hardware
 from slidedp_jax.planner.search import plan
 from slidedp_jax.planner.step_time import step_time
 from slidedp_jax.planner.strategy import GRADIENT_ROUTES, WEIGHT_ROUTES, Strategy

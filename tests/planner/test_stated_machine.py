@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from slidedp_jax.planner.hardware import GIB, PRESETS, named_hardware
+from slidedp_jax.planner.hardware import GIB
+from slidedp_jax.planner.presets import PRESETS, named_hardware
 from slidedp_jax.planner.process_limits import usable_device_bytes
 from slidedp_jax.planner.stated_machine import Stated, host_line, machine
 

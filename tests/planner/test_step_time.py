@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from slidedp_jax.models.config import named_config
 from slidedp_jax.planner.durations import chunk_durations
-from slidedp_jax.planner.hardware import HardwareProfile, LinkRate, named_hardware
+from slidedp_jax.planner.hardware import HardwareProfile, LinkRate
+from slidedp_jax.planner.presets import named_hardware
 from slidedp_jax.planner.step_time import lower_bound_s, step_time
 from slidedp_jax.planner.strategy import GRADIENT_ROUTES, UPDATE_POLICIES, WEIGHT_ROUTES, Strategy
 from slidedp_jax.planner.workload import BatchShape, StageWork, Workload
