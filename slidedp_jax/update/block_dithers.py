@@ -6,8 +6,19 @@ what belongs to the parameters comes as data: where in the table each block begi
 blocks need that hold more than one parameter, or two sections of one.
 
 Programs that walk over blocks read the dithers of a block from memory, in one piece: the table lies
-in the caches of each core, and behind it the dithers of those few blocks. A program that takes its
-piece as one expression computes them from their places, since reading at computed places is slow.
+in the caches of each core, and behind it the dithers of those few blocks. They walk in runs of
+blocks that follow each other in the table. What XLA:CPU makes of a loop decides how fast it is, and
+three things are done for its sake (JAX 0.11; each cost a fifth of the update's rate or more):
+
+- A run's place in the table is one number for all its blocks. Looked up for each block, it made two
+  operations more, and a loop of more than eight goes through a thread pool.
+- The table holds 32 bits per number. Where there is more than one operation per byte, XLA cuts a
+  kernel into pieces for several threads, though these blocks are far too small for that.
+- The two readers of a block's dithers, the join and the split, get the table as two operands, one
+  array in memory: a slice that both need would be written to memory, by an operation of its own.
+
+A program that takes its piece as one expression computes them from their places, since reading at
+computed places is slow.
 It does so by runs of elements that follow each other in the table: of 64 elements, where all
 parameters have multiples of 64.
 """
@@ -48,7 +59,10 @@ def block_dithers(
 
     Returns:
       Nothing for `nearest`. For forms that walk: where each block begins in its device's table,
-      int32 [blocks], and the tables, uint16 [devices * n]. For `whole`: each block's first place,
+      int32 [blocks]; runs of blocks, int32 [devices * R, 4]; and the tables, uint32 [devices * n].
+      A run is its first block and the one behind its last, counted within the device, what is to be
+      added to an element's index to find it in the table, and its blocks' group; those of a device
+      ascend, and empty ones fill up. For `whole`: each block's first place,
       less that of its row, uint32 [blocks]; its row among its device's, uint32 [blocks]; and what
       is to be added for each run of a block, uint32 [devices * R, block_size / run], of which the
       first row of each device is 0, run, 2 run, ...
@@ -75,6 +89,7 @@ class _Places:
     def __init__(self, layout: FlatLayout, rounding: WeightRounding, num_devices: int):
         self._size = layout.block_size
         self._run = run_length(layout)
+        self._groups = np.asarray(layout.block_groups, np.int32)
         self._num_devices = num_devices
         self._per_device = len(layout.block_groups) // num_devices
         self._stretches = sorted(_stretches(layout, rounding))
@@ -88,18 +103,53 @@ class _Places:
                 shared.add(start // self._size)
         self.shared = sorted(shared)
 
-    def tables(self) -> tuple[np.ndarray, np.ndarray]:
+    def tables(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """For forms that walk; see `block_dithers`."""
         starts, behind = self.first.astype(np.int32), SECTION + self._size
         height = self._height()
-        tables = np.zeros((self._num_devices, behind + height * self._size), np.uint16)
+        tables = np.zeros((self._num_devices, behind + height * self._size), np.uint32)
         tables[:, :SECTION] = TABLE
         tables[:, SECTION:behind] = np.resize(TABLE, self._size)
         for block, device, number in self._numbered():
             starts[block] = behind + number * self._size
             elements = np.arange(block * self._size, (block + 1) * self._size)
             tables[device, starts[block] :][: self._size] = TABLE[self._of_elements(elements)]
-        return starts, tables.reshape(-1)
+        return starts, self._runs(starts), tables.reshape(-1)
+
+    def _runs(self, starts: np.ndarray) -> np.ndarray:
+        """Blocks of a device that follow each other in the table; see `block_dithers`.
+
+        As many rows for every device, and for every part of that structure: where a section begins
+        in the table, and so in which of its blocks the table ends, is the parameter's own.
+        """
+        blocks, size = np.arange(self._per_device), self._size
+        rows = []
+        for device in range(self._num_devices):
+            own = slice(device * self._per_device, (device + 1) * self._per_device)
+            deltas, groups = starts[own] - blocks * size, self._groups[own]
+            new = np.ones(len(blocks), bool)
+            new[1:] = (deltas[1:] != deltas[:-1]) | (groups[1:] != groups[:-1])
+            first = blocks[new]
+            end = np.append(first[1:], self._per_device)
+            rows.append(np.stack([first, end, deltas[new], groups[new]], axis=1))
+        most = self._most_runs()
+        runs = np.zeros((self._num_devices, most, 4), np.int32)
+        runs[:, :, 3] = self._groups[-1]
+        for device, own_rows in enumerate(rows):
+            runs[device, : len(own_rows)] = own_rows
+        return runs.reshape(-1, 4)
+
+    def _most_runs(self) -> int:
+        """Twice the stretches, shared blocks and groups of the device that has most of them."""
+        size, blocks = self._size, len(self._groups)
+        begins = np.zeros(blocks + 1, bool)
+        for start, end, _ in self._stretches:
+            begins[[start // size, -(-start // size), -(-end // size)]] = True
+        for block in self.shared:
+            begins[[block, block + 1]] = True
+        begins[1:-1] |= self._groups[1:] != self._groups[:-1]
+        begins[:: self._per_device] = True
+        return 2 * int(begins[:-1].reshape(self._num_devices, -1).sum(axis=1).max())
 
     def rows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """For `whole`; see `block_dithers`."""
@@ -140,7 +190,10 @@ class _Places:
 
 
 def _stretches(layout: FlatLayout, rounding: WeightRounding) -> list[tuple[int, int, int]]:
-    """(first element, element behind the last, place of the first) of each section."""
+    """(first element, element behind the last, place of the first) of each section.
+
+    Blocks of padding alone are taken for sections, too; any dithers will do for them.
+    """
     found = []
     for slot in layout.slots:
         key = rounding.key(slot.name)
@@ -148,16 +201,14 @@ def _stretches(layout: FlatLayout, rounding: WeightRounding) -> list[tuple[int, 
         for section, start in enumerate(range(0, slot.size, SECTION)):
             end = min(start + SECTION, slot.size)
             found.append((slot.offset + start, slot.offset + end, begin(key, section)))
-    return found
+    behind = max(end for _, end, _ in found)
+    padding = range(behind + -behind % layout.block_size, layout.padded_size, SECTION)
+    return found + [(start, min(start + SECTION, layout.padded_size), 0) for start in padding]
 
 
-def dither_of_block(tables: Tables, number: jax.Array, block_size: int) -> jax.Array | None:
-    """Dithers of one block, uint32 [block_size], in a trace; None for `nearest`."""
-    if not tables:
-        return None
-    starts, table = tables
-    dithers = jax.lax.dynamic_slice(table, (starts[number],), (block_size,))
-    return dithers.astype(jnp.uint32)
+def dither_of_block(table: jax.Array, start: jax.Array, block_size: int) -> jax.Array:
+    """Dithers of the block that begins there in the table, uint32 [block_size], in a trace."""
+    return jax.lax.dynamic_slice(table, (start,), (block_size,)).astype(jnp.uint32)
 
 
 def dither_of_piece(tables: Tables, block_size: int, *, second: bool = False) -> jax.Array | None:
@@ -171,8 +222,8 @@ def dither_of_piece(tables: Tables, block_size: int, *, second: bool = False) ->
     """
     if not tables:
         return None
-    if len(tables) == 2:
-        starts, table = tables
+    if tables[0].dtype == jnp.int32:  # of a form that walks
+        starts, _, table, *_ = tables
         elements = starts[:, None] + jax.lax.broadcasted_iota(
             jnp.int32, (len(starts), block_size), 1
         )

@@ -72,6 +72,7 @@ class UpdateKernels:
     ):
         check_form(form)
         self.form = form
+        self._walks = form != "whole"
         self._rounding = rounding
         self._optimizer = optimizer
         self._sharding = sharding
@@ -169,7 +170,10 @@ class UpdateKernels:
             assert (np.diff(groups) >= 0).all(), "the kernel walks over one group after another"
             devices = self._sharding.mesh.size
             arrays = (groups, *block_dithers(layout, self._rounding, devices, self.form))
-            self._blocks[layout.name] = tuple(jax.device_put(arrays, self._sharding))
+            placed = tuple(jax.device_put(arrays, self._sharding))
+            if self._walks and len(placed) > 1:  # the table twice, see `block_dithers`
+                placed = (*placed, placed[-1])
+            self._blocks[layout.name] = placed
         return self._blocks[layout.name]
 
     def _update_piece(
@@ -200,12 +204,16 @@ class UpdateKernels:
             values, *state = (_select(groups, list(c)) for c in zip(*candidates, strict=True))
             return (*_split_result(values, dither_of_piece(dithers, size, second=True)), *state)
 
-        def step(group: int, number: jax.Array, arrays: _Arrays, gradients: _Arrays) -> _Arrays:
-            dither = dither_of_block(dithers, number, size)
-            values, *state = updated(group, arrays, gradients, dither)
-            return (*_split_result(values, dither), *state)
+        def step(
+            group: int, place: jax.Array | None, arrays: _Arrays, gradients: _Arrays
+        ) -> _Arrays:
+            joined = split = None
+            if place is not None:
+                joined, split = (dither_of_block(table, place, size) for table in dithers[2:])
+            values, *state = updated(group, arrays, gradients, joined)
+            return (*_split_result(values, split), *state)
 
-        return self._over_blocks(step, arrays, gradients, groups)
+        return self._over_blocks(step, arrays, gradients, groups, dithers[1] if dithers else None)
 
     def _init_piece(
         self, arrays: _Arrays, gradients: _Arrays, scalars: _Arrays, blocks: _Blocks
@@ -221,12 +229,15 @@ class UpdateKernels:
 
     def _over_blocks(
         self,
-        step: Callable[[int, jax.Array, _Arrays, _Arrays], _Arrays],
+        step: Callable[[int, jax.Array | None, _Arrays, _Arrays], _Arrays],
         arrays: _Arrays,
         gradients: _Arrays,
         groups: jax.Array,
+        runs: jax.Array | None,
     ) -> _Arrays:
         """Walk over the blocks of each group in turn; `groups` is sorted.
+
+        With dithers, over `runs` of blocks, and `step` gets a block's place in the table.
 
         One loop per group rather than one that computes all groups' candidates and selects: half
         the arithmetic, and JAX 0.11 then vectorises it.
@@ -236,10 +247,12 @@ class UpdateKernels:
         def cut(array: jax.Array, number: jax.Array) -> jax.Array:
             return jax.lax.dynamic_slice(array, (number * size,), (size,))
 
-        def body(group: int, number: jax.Array, arrays: _Arrays) -> _Arrays:
+        def body(
+            group: int, to_place: jax.Array | None, number: jax.Array, arrays: _Arrays
+        ) -> _Arrays:
             block = step(
                 group,
-                number,
+                None if to_place is None else number * size + to_place,
                 tuple(cut(array, number) for array in arrays),
                 tuple(cut(gradient, number) for gradient in gradients),
             )
@@ -250,11 +263,22 @@ class UpdateKernels:
                 for array, part in zip(arrays, block, strict=True)
             )
 
+        def over_run(group: int, number: jax.Array, arrays: _Arrays) -> _Arrays:
+            assert runs is not None
+            first, end, to_place, _ = runs[number]
+            of_block = functools.partial(body, group, to_place)
+            walked: _Arrays = jax.lax.fori_loop(first, end, of_block, arrays)
+            return walked
+
+        groups = groups if runs is None else runs[:, 3]
         start: int | jax.Array = 0
         for group in range(self._optimizer.num_groups):
             last = group == self._optimizer.num_groups - 1
             end = groups.shape[0] if last else jnp.sum(groups <= group, dtype=jnp.int32)
-            arrays = jax.lax.fori_loop(start, end, functools.partial(body, group), arrays)
+            each: Callable[..., _Arrays] = functools.partial(over_run, group)
+            if runs is None:
+                each = functools.partial(body, group, None)
+            arrays = jax.lax.fori_loop(start, end, each, arrays)
             start = end
         return arrays
 

@@ -230,13 +230,13 @@ def bytes_of_tables(layout, rounding, form="whole") -> int:
 
 
 @pytest.mark.parametrize("form", ["whole", "fused"])
-def test_tables_of_a_real_shape_are_below_a_thousandth(form):
+def test_tables_of_a_real_shape_are_below_two_thousandths(form):
     names = [f"part.{number}" for number in range(9)]
     matrices = stage("layer", **dict.fromkeys(names, (2560, 9728)), norm=(2560,))
     groups = dict.fromkeys([f"layer.{name}" for name in [*names, "norm"]], 0)
     layout = lay_out("layer", [matrices], groups, block_size=4096, num_pieces=15).parts[0]
     tables = bytes_of_tables(layout, WeightRounding.of("dither", seed=0), form)
-    assert tables < 1e-3 * 12 * layout.num_parameters
+    assert tables < 2e-3 * 12 * layout.num_parameters
 
 
 @pytest.mark.parametrize(

@@ -75,9 +75,14 @@ def test_tables_give_the_dithers_of_names_and_indices(sizes, form, num_devices):
         for piece in found:
             np.testing.assert_array_equal(piece[known[here]], wanted[here][known[here]])
         if form != "whole":
-            for number in {0, blocks // 2, blocks - 1}:
-                block = np.asarray(dither_of_block(own, np.int32(number), 256))
-                np.testing.assert_array_equal(block, found[0][number * 256 :][:256])
+            _, runs, table = own
+            walked = []
+            for first, end, to_place, _ in np.asarray(runs).tolist():
+                for number in range(first, end):
+                    walked.append(number)
+                    block = dither_of_block(table, jnp.int32(number * 256 + to_place), 256)
+                    np.testing.assert_array_equal(block, found[0][number * 256 :][:256])
+            assert walked == list(range(blocks))
 
 
 def test_tables_stay_small():
