@@ -30,8 +30,8 @@ def record(packages: Sequence[str] = ("jax",), **more: Any) -> dict[str, Any]:
 def command() -> str:
     """The command line; of the output only the name, since its folder belongs to one machine."""
     words = ["python", *sys.argv]
-    if "--out" in words[:-1]:
-        out = words.index("--out") + 1
+    for flag in {"--out", "--json"} & {*words[:-1]}:
+        out = words.index(flag) + 1
         words[out] = pathlib.Path(words[out]).name
     return " ".join(words)
 
