@@ -24,11 +24,14 @@ ADAMW_STATE_BYTES = 8
 MASTER_BYTES = 4
 """The fp32 master as two halves of two bytes."""
 
-FRAGMENTATION = 0.05
-"""Share of the live arrays that the device allocator loses to holes."""
+FRAGMENTATION = 0.01
+"""Share of the live arrays that the allocator may lose to holes, or that is not in the list."""
 
-LOGITS_COPIES = 3
-"""fp32 arrays [loss chunk, V] alive at once: logits, their exponentials, their gradient."""
+LOGITS_COPIES = 1
+"""fp32 arrays [loss chunk, V] alive at once: what is made of the logits takes their place."""
+
+OWN_LOGITS_COPIES = 3
+"""The same of a loss of the user's own: logits, their exponentials, their gradient."""
 
 PACKED_ATTENTION_ARRAYS = 2
 """fp32 arrays [rows * documents, T, N, H] of cuDNN's backward over packed rows (measured)."""
@@ -87,8 +90,9 @@ def memory_use(
     phases = device_phases(workload, chunks, batch, strategy, hardware.num_devices)
     packed = packed_attention_bytes(workload, batch, strategy)
     if packed and not hardware.unified_memory:  # the CPU backend does not use cuDNN
-        for name in ("backward", "first_backward"):
-            phases[name]["packed_attention"] = packed
+        for name in {"backward", "recompute", "first_backward"} & {*phases}:
+            # Attention's turn is not that of the products around it.
+            phases[name]["packed_attention"] = max(0.0, packed - phases[name]["layer_workspace"])
     phase = max(phases, key=lambda name: sum(phases[name].values()))
     device = dict(phases[phase])
     device["allocator_fragmentation"] = FRAGMENTATION * sum(device.values())
@@ -117,6 +121,7 @@ def device_phases(
     - `loss`: logits and the head's gradient, the layer window still there.
     - `backward`: the last layer chunk runs backward; nothing has been freed yet, and several
       devices sum the head's gradient (in general, that of the chunk above) meanwhile.
+    - `recompute`: the same of the first chunk below those that are kept.
     - `pack`: that chunk's gradient is packed, summed over devices in fp32 and rounded.
     - `first_backward`: the first layer chunk runs backward, beside gradients of resident chunks.
     - `embedding_backward`: the embedding's gradient (always fp32), the other gradients leaving.
@@ -178,11 +183,11 @@ def _backward_phases(sizes: _Sizes) -> dict[str, dict[str, float]]:
     leaving = others * max(layer_wire, 0.0 if sizes.tied else sizes.wire(chunks.head))
     summed_layer = sizes.summed_beside(sizes.largest_layer)
     summed = max(summed_layer, 0.0 if sizes.tied else sizes.summed_beside(chunks.head))
-    return {
+    phases = {
         "backward": {
             "layer_weights": sizes.window,
             "boundary_activations": (inputs + 1) * sizes.boundary + sizes.boundary_microbatch,
-            "recompute_residuals": sizes.residuals,
+            "recompute_residuals": sizes.residuals_of(chunks.layers[-1]),
             "layer_workspace": sizes.per_microbatch("backward_workspace_elements"),
             "layer_gradients": sizes.gradient(sizes.largest_layer) + leaving + summed,
             **tied_gradient,
@@ -202,7 +207,7 @@ def _backward_phases(sizes: _Sizes) -> dict[str, dict[str, float]]:
         "first_backward": {
             "layer_weights": sizes.window,
             "boundary_activations": 2 * sizes.boundary + sizes.boundary_microbatch,
-            "recompute_residuals": sizes.residuals,
+            "recompute_residuals": sizes.residuals_of(chunks.layers[0]),
             "layer_workspace": sizes.per_microbatch("backward_workspace_elements"),
             "layer_gradients": sizes.gradient(sizes.largest_layer) + layers_leaving + summed_layer,
             **tied_gradient,
@@ -219,6 +224,19 @@ def _backward_phases(sizes: _Sizes) -> dict[str, dict[str, float]]:
             "batch_arrays": sizes.batch_arrays,
         },
     }
+    below = inputs - sizes.num_kept
+    if sizes.num_kept and below:
+        phases["recompute"] = {
+            "layer_weights": sizes.window,
+            "boundary_activations": (below + 1) * sizes.boundary + sizes.boundary_microbatch,
+            "recompute_residuals": sizes.residuals_of(chunks.layers[below - 1]),
+            "layer_workspace": sizes.per_microbatch("backward_workspace_elements"),
+            "layer_gradients": sizes.gradient(sizes.largest_layer) + layers_leaving + summed_layer,
+            **tied_gradient,
+            **sizes.decided(chunks.layers[:below]),
+            "batch_arrays": sizes.batch_arrays,
+        }
+    return phases
 
 
 def packed_attention_bytes(workload: Workload, batch: BatchShape, strategy: Strategy) -> float:
@@ -307,12 +325,23 @@ class _Sizes:
         return float(self._tokens * self._strategy.compute_bytes * largest)
 
     @property
-    def residuals(self) -> float:
-        """What the backward pass of one chunk keeps for one microbatch."""
+    def num_kept(self) -> int:
+        """Layer chunks whose results are kept."""
+        return min(self._strategy.kept_chunks, len(self.chunks.layers))
+
+    def residuals_of(self, chunk: ChunkWork) -> float:
+        """What backward of a chunk makes anew of a microbatch; of a kept one, what is not kept."""
         largest = max(
             sum(stage.residual_elements for stage in chunk.stages) for chunk in self.chunks.layers
         )
+        first_kept = len(self.chunks.layers) - self.num_kept
+        if any(chunk is kept for kept in self.chunks.layers[first_kept:]):
+            largest = max(0, largest - self._kept_elements(chunk))
         return float(self._tokens * self._strategy.compute_bytes * largest)
+
+    @staticmethod
+    def _kept_elements(chunk: ChunkWork) -> int:
+        return sum(stage.kept_elements or stage.residual_elements for stage in chunk.stages)
 
     @property
     def kept(self) -> dict[str, float]:
@@ -331,7 +360,7 @@ class _Sizes:
 
     def _kept(self, chunk: ChunkWork) -> float:
         tokens = self._tokens * self._strategy.num_microbatches
-        elements = sum(s.kept_elements or s.residual_elements for s in chunk.stages)
+        elements = self._kept_elements(chunk)
         return self.weights(chunk) + float(tokens * self._strategy.compute_bytes * elements)
 
     def decided(self, chunks: Sequence[ChunkWork]) -> dict[str, float]:
@@ -346,14 +375,18 @@ class _Sizes:
     def logits(self) -> float:
         """The logits of one loss chunk and what is made of them."""
         tokens = self._workload.loss_tokens(self._strategy.loss_chunk_tokens, self._tokens)
-        return 4.0 * LOGITS_COPIES * tokens * self._workload.vocab_size
+        own = self._workload.own_loss_tokens is not None
+        copies = OWN_LOGITS_COPIES if own else LOGITS_COPIES
+        return 4.0 * copies * tokens * self._workload.vocab_size
 
     @property
     def head_gradient(self) -> float:
-        """fp32 sum over loss chunks, one summand, and the sum over microbatches."""
-        arrays = 2 if self._strategy.num_microbatches == 1 else 3
+        """fp32 sum over loss chunks, one summand or the result, and the sum over microbatches."""
         owner = self.chunks.embed if self.tied else self.chunks.head
-        return 4.0 * arrays * owner.num_parameters
+        if self._strategy.num_microbatches > 1:
+            return 12.0 * owner.num_parameters
+        result = 4 if self.tied else self._strategy.compute_bytes  # a tied one is added to in fp32
+        return (4.0 + result) * owner.num_parameters
 
 
 def largest_neighbours(sizes: Sequence[float]) -> float:
