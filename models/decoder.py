@@ -1,4 +1,4 @@
-"""Builds the `StreamedModel` of a dense decoder: NNX modules outside, pure functions inside.
+"""Builds the `StreamedModel` of a decoder: NNX modules outside, pure functions inside.
 
 Modules are built once, without arrays; each pure function merges its stage's module with the
 parameters it is given, inside the trace. Letters: B rows, T tokens, D hidden, V vocabulary.
@@ -60,28 +60,29 @@ def build(
             f"attention is {attention!r}; supported: {', '.join(map(repr, IMPLEMENTATIONS))}."
         )
     embedding = _Abstract(lambda: Embedding(config.vocab_size, config.hidden_size))
-    layer = _Abstract(lambda: DecoderLayer(config))
+    layers = {
+        sparse: _Abstract(partial(DecoderLayer, config, sparse=sparse))
+        for sparse in {kind.sparse for kind in config.layer_kinds}
+    }
     head = _Abstract(lambda: Head(config))
     head_loss_for = partial(partial, _head_loss, head)
-    windows = set(config.layer_windows)
-    layer_fns = {
-        window: partial(_apply_layer, layer, config, attention, target, window)
-        for window in windows
-    }
-    prefill_fns = {
-        window: partial(_prefill_layer, layer, config, attention, target, window)
-        for window in windows
-    }
-    decode_fns = {window: partial(_decode_layer, layer, window) for window in windows}
+    kinds = config.layer_kinds
+    layer_fns, prefill_fns, decode_fns = {}, {}, {}
+    for kind in set(kinds):
+        layer = layers[kind.sparse]
+        whole = (layer, config, attention, target, kind.window)
+        layer_fns[kind] = partial(_apply_layer, *whole)
+        prefill_fns[kind] = partial(_prefill_layer, *whole)
+        decode_fns[kind] = partial(_decode_layer, layer, kind.window)
     return StreamedModel(
         embed=Stage(name="model.embed_tokens", shapes=embedding.shapes),
         layers=tuple(
-            Stage(name=f"model.layers.{index}", shapes=layer.shapes)
-            for index in range(config.num_hidden_layers)
+            Stage(name=f"model.layers.{index}", shapes=layers[kind.sparse].shapes)
+            for index, kind in enumerate(kinds)
         ),
         head=Stage(name="", shapes=head.shapes),
         embed_fn=lambda params, batch: embedding.merge(params)(batch["input_ids"]),
-        layer_fns=tuple(layer_fns[window] for window in config.layer_windows),
+        layer_fns=tuple(layer_fns[kind] for kind in kinds),
         head_loss_fn=head_loss_for(LOSS_CHUNK_TOKENS),
         head_loss_for=head_loss_for,
         head_logits_fn=partial(_head_logits, head),
@@ -89,8 +90,8 @@ def build(
         vocab_size=config.vocab_size,
         initial_value=partial(initial_value, initializer_range=config.initializer_range),
         cached=CachedForm(
-            prefill_fns=tuple(prefill_fns[window] for window in config.layer_windows),
-            decode_fns=tuple(decode_fns[window] for window in config.layer_windows),
+            prefill_fns=tuple(prefill_fns[kind] for kind in kinds),
+            decode_fns=tuple(decode_fns[kind] for kind in kinds),
             init_cache=partial(cached_layers.init_cache, config),
             max_tokens=config.max_position_embeddings,
         ),

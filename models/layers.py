@@ -1,54 +1,24 @@
 """Flax NNX modules whose parameter paths are the Hugging Face names within a layer.
 
-Matrices keep Hugging Face's [out, in] orientation and are contracted over their second dimension,
-so weights move between files, host state and GPU without a transposing copy. Every module computes
-in the dtype of the parameters it is given; norms and rotary embeddings work in float32.
+What they are made of is in `models.dense` and `models.experts`. Every module computes in the dtype
+of the parameters it is given; rotary embeddings work in float32.
 
 Letters: B rows, T tokens, D hidden, F feed-forward, N query heads, K key-value heads, H head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
 from slidedp_jax.models.attention import attend
 from slidedp_jax.models.config import ModelConfig
+from slidedp_jax.models.dense import MLP, Linear, RMSNorm
+from slidedp_jax.models.experts import SparseMLP
 from slidedp_jax.models.rope import rotary_tables, rotate
 from slidedp_jax.models.streamed import Batch
 from slidedp_jax.models.varying import vary_like
-
-
-class Linear(nnx.Module):
-    """x W^T + b with W [out, in]."""
-
-    def __init__(self, num_in: int, num_out: int, *, has_bias: bool):
-        self.weight = nnx.Param(jnp.zeros((num_out, num_in), jnp.float32))
-        self.bias = nnx.Param(jnp.zeros((num_out,), jnp.float32)) if has_bias else None
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., in] -> [..., out]."""
-        weight = self.weight[...]
-        y = lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
-        if self.bias is None:
-            return y
-        return _per_channel(jnp.add, y, self.bias[...])
-
-
-def _per_channel(
-    operation: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, channels: jax.Array
-) -> jax.Array:
-    """operation(x [..., D], channels [D]) rounded once to the dtype of `x`.
-
-    Taken in float32 only for its derivative: the gradient of `channels` is a sum over all tokens,
-    which JAX would otherwise add up in bfloat16.
-    """
-    channels = jnp.expand_dims(channels.astype(jnp.float32), tuple(range(x.ndim - 1)))
-    return operation(x.astype(jnp.float32), channels).astype(x.dtype)
 
 
 class Embedding(nnx.Module):
@@ -87,25 +57,6 @@ def _look_up_backward(
 _look_up.defvjp(_look_up_forward, _look_up_backward)
 
 
-class RMSNorm(nnx.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, statistics in float32.
-
-    The normalised value is rounded to the input's dtype before the product with the weight, as in
-    Hugging Face's implementation.
-    """
-
-    def __init__(self, width: int, *, eps: float):
-        self.weight = nnx.Param(jnp.ones((width,), jnp.float32))
-        self.eps = eps
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., width] -> [..., width]."""
-        wide = x.astype(jnp.float32)
-        variance = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-        normalised = (wide * lax.rsqrt(variance + self.eps)).astype(x.dtype)
-        return _per_channel(jnp.multiply, normalised, self.weight[...])
-
-
 class Attention(nnx.Module):
     """Grouped-query self-attention with rotary positions."""
 
@@ -117,8 +68,10 @@ class Attention(nnx.Module):
         self.k_proj = Linear(hidden, keys, has_bias=config.attention_bias)
         self.v_proj = Linear(hidden, keys, has_bias=config.attention_bias)
         self.o_proj = Linear(queries, hidden, has_bias=config.attention_output_bias)
-        self.q_norm = RMSNorm(head_dim, eps=config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(head_dim, eps=config.rms_norm_eps) if config.qk_norm else None
+        normed = (head_dim, head_dim) if config.qk_norm_per_head else (queries, keys)
+        eps = config.rms_norm_eps
+        self.q_norm = RMSNorm(normed[0], eps=eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(normed[1], eps=eps) if config.qk_norm else None
         self.config = config
 
     def project(
@@ -131,39 +84,35 @@ class Attention(nnx.Module):
           cos: float32 [B, T, H / 2] of `models.rope.rotary_tables`.
           sin: float32 [B, T, H / 2].
         """
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        per_head = self.config.qk_norm_per_head
+        if not per_head:
+            q, k = self._normalised(q, k)
+        if self.config.clip_qkv is not None:
+            limit = self.config.clip_qkv
+            q, k, v = (jnp.clip(value, -limit, limit) for value in (q, k, v))
         heads = (*x.shape[:2], -1, self.config.head_dim)
-        q = self.q_proj(x).reshape(heads)
-        k = self.k_proj(x).reshape(heads)
-        v = self.v_proj(x).reshape(heads)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = q.reshape(heads), k.reshape(heads), v.reshape(heads)
+        if per_head:
+            q, k = self._normalised(q, k)
         return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+    def _normalised(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if self.q_norm is None or self.k_norm is None:
+            return q, k
+        return self.q_norm(q), self.k_norm(k)
 
     def merge_heads(self, attended: jax.Array) -> jax.Array:
         """[B, T, N, H] -> [B, T, D] through the output projection."""
         return self.o_proj(attended.reshape(*attended.shape[:2], -1))
 
 
-class MLP(nnx.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
-
-    def __init__(self, config: ModelConfig):
-        hidden, ffn = config.hidden_size, config.intermediate_size
-        self.gate_proj = Linear(hidden, ffn, has_bias=config.mlp_bias)
-        self.up_proj = Linear(hidden, ffn, has_bias=config.mlp_bias)
-        self.down_proj = Linear(ffn, hidden, has_bias=config.mlp_bias)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, T, D] -> [B, T, D]."""
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class DecoderLayer(nnx.Module):
     """Pre-norm attention and feed-forward block, each with a residual connection."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, *, sparse: bool):
         self.self_attn = Attention(config)
-        self.mlp = MLP(config)
+        self.mlp = SparseMLP(config) if sparse else MLP(config, config.intermediate_size)
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.config = config

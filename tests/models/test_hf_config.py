@@ -14,6 +14,16 @@ LLAMA = {
 MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 QWEN3 = {**QWEN2, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32}
 
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+QWEN3_MOE = {**QWEN3, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+QWEN3_MOE |= EXPERTS
+QWEN2_MOE = {**QWEN2, "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe"}
+QWEN2_MOE |= EXPERTS | {"shared_expert_intermediate_size": 96}
+MIXTRAL = {**LLAMA, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+MIXTRAL |= {"num_local_experts": 8, "num_experts_per_tok": 2}
+OLMOE = {**LLAMA, "architectures": ["OlmoeForCausalLM"], "model_type": "olmoe"}
+OLMOE |= {"num_experts": 8, "num_experts_per_tok": 2, "clip_qkv": 8.0}
+
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -208,6 +218,86 @@ def test_rope_kinds_and_their_defaults(rope, expected):
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(raw, message):
+    with pytest.raises(ValueError, match=message):
+        parse_config(raw)
+
+
+@pytest.mark.parametrize(
+    ("raw", "fields"),
+    [
+        (
+            QWEN3_MOE | {"norm_topk_prob": True, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+            {
+                "moe_intermediate_size": 48,
+                "norm_topk_prob": True,
+                "sparse_layers": (False, True, False, False),
+                "qk_norm": True,
+                "attention_bias": False,
+            },
+        ),
+        (QWEN3_MOE | {"output_router_logits": True}, {"router_aux_loss_coef": 0.001}),
+        (QWEN3_MOE | {"router_aux_loss_coef": 0.5}, {"router_aux_loss_coef": 0.0}),
+        (
+            QWEN2_MOE,
+            {
+                "shared_expert_intermediate_size": 96,
+                "norm_topk_prob": False,
+                "attention_bias": True,
+                "attention_output_bias": False,
+            },
+        ),
+        (QWEN2_MOE | {"qkv_bias": False}, {"attention_bias": False}),
+        (
+            MIXTRAL | {"output_router_logits": True, "router_aux_loss_coef": 0.02},
+            {
+                "moe_intermediate_size": 160,
+                "norm_topk_prob": True,
+                "router_aux_loss_coef": 0.02,
+                "rms_norm_eps": 1e-6,
+                "rope_parameters": RopeParameters(rope_theta=1e6),
+            },
+        ),
+        (MIXTRAL | {"sliding_window": 8}, {"layer_windows": (8,) * 4}),
+        (
+            without(OLMOE, "num_key_value_heads", "rms_norm_eps"),
+            {
+                "clip_qkv": 8.0,
+                "qk_norm_per_head": False,
+                "num_key_value_heads": 4,
+                "rms_norm_eps": 1e-5,
+                "norm_topk_prob": False,
+                "rope_parameters": RopeParameters(),
+            },
+        ),
+        (OLMOE | {"output_router_logits": True}, {"router_aux_loss_coef": 0.01}),
+        (without(OLMOE, "num_experts") | {"num_local_experts": 4}, {"num_experts": 4}),
+    ],
+)
+def test_what_experts_are_follows_the_family(raw, fields):
+    config = parse_config(raw)
+    assert {name: getattr(config, name) for name in fields} == fields
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (QWEN3 | {"num_experts": 4}, "sets num_experts to 4"),
+        (QWEN3 | {"clip_qkv": 4.0}, "sets clip_qkv to 4.0"),
+        (QWEN3_MOE | {"clip_qkv": 4.0}, "sets clip_qkv to 4.0"),
+        (without(QWEN3_MOE, "num_experts"), "lacks num_experts, which qwen3_moe"),
+        (without(QWEN3_MOE, "moe_intermediate_size"), "lacks moe_intermediate_size"),
+        (without(QWEN2_MOE, "shared_expert_intermediate_size"), "lacks shared_expert"),
+        (QWEN3_MOE | {"num_local_experts": 4}, r"num_experts and num_local_experts of \[4, 8\]"),
+        (QWEN3_MOE | {"mlp_only_layers": [0, 1, 2, 3]}, "no layer has experts"),
+        (MIXTRAL | {"router_jitter_noise": 0.1}, "router_jitter_noise to 0.1"),
+        (MIXTRAL | {"num_experts_per_tok": 9}, "num_experts_per_tok is 9"),
+        (
+            QWEN2_MOE | {"use_sliding_window": True, "sliding_window": 8},
+            "differ in which layers of a qwen2_moe",
+        ),
+    ],
+)
+def test_experts_that_are_not_supported_are_refused_by_name(raw, message):
     with pytest.raises(ValueError, match=message):
         parse_config(raw)
 

@@ -33,6 +33,9 @@ def rope(kind, **parameters):
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4} | parameters}
 
 
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+EXPERTS |= rope("default")
+
 CASES = {
     "qwen2": ("Qwen2", rope("default", rope_theta=1e6)),
     "qwen2-tied-yarn": (
@@ -86,6 +89,22 @@ CASES = {
         ),
     ),
     "mistral-window": ("Mistral", {"sliding_window": 7, "head_dim": 24} | rope("default")),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        EXPERTS | {"head_dim": 32, "norm_topk_prob": True, "num_experts_per_tok": 3},
+    ),
+    "qwen3_moe-dense-among-them": (
+        "Qwen3Moe",
+        EXPERTS
+        | {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+        | {"attention_bias": True},
+    ),
+    "qwen2_moe": ("Qwen2Moe", EXPERTS | {"shared_expert_intermediate_size": 48}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": 9} | rope("default")),
+    "olmoe-clipped": (
+        "Olmoe",
+        {"num_experts": 6, "num_experts_per_tok": 2, "clip_qkv": 0.5} | rope("default"),
+    ),
 }
 
 
@@ -153,7 +172,9 @@ def test_logits_and_every_gradient_equal_transformers(tmp_path, case):
         assert error <= 1e-4 * np.linalg.norm(expected), name
 
 
-@pytest.mark.parametrize("case", ["qwen2", "qwen3-tied", "llama-bias-dynamic"])
+@pytest.mark.parametrize(
+    "case", ["qwen2", "qwen3-tied", "llama-bias-dynamic", "qwen2_moe", "mixtral"]
+)
 def test_round_trip_loads_in_transformers_bit_for_bit(tmp_path, case):
     model = reference_model(*CASES[case])
     model.save_pretrained(tmp_path / "in", max_shard_size="100KB")
