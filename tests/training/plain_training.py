@@ -1,9 +1,11 @@
 """Training in memory with nothing but jnp and optax: what a streamed step must equal.
 
 A Qwen3 decoder written out once more, over a flat dict of parameters by Hugging Face name, with the
-full score matrix and all logits. Imports nothing of the project but the description of shapes.
+full score matrix, all logits and, of experts, every one on every token. Imports nothing of the
+project but the description of shapes.
 
-Letters: B rows, T tokens, D hidden, N query heads, K key-value heads, H head dim, V vocabulary.
+Letters: B rows, T tokens, D hidden, N query heads, K key-value heads, H head dim, V vocabulary,
+E experts, F their width.
 """
 
 from functools import partial
@@ -81,10 +83,31 @@ def attention(config, weights, x, positions, visible):
     return attended @ weights["self_attn.o_proj.weight"].T
 
 
-def feed_forward(weights, x):
-    gate = x @ weights["mlp.gate_proj.weight"].T
-    up = x @ weights["mlp.up_proj.weight"].T
-    return (gate * jax.nn.sigmoid(gate) * up) @ weights["mlp.down_proj.weight"].T
+def feed_forward(weights, x, prefix="mlp"):
+    gate = x @ weights[f"{prefix}.gate_proj.weight"].T
+    up = x @ weights[f"{prefix}.up_proj.weight"].T
+    return (gate * jax.nn.sigmoid(gate) * up) @ weights[f"{prefix}.down_proj.weight"].T
+
+
+def mixture(config, weights, x):
+    """The chosen experts' results by weight, and the shared expert's."""
+    shares = jax.nn.softmax(x @ weights["mlp.gate.weight"].T, axis=-1)
+    chosen = jax.lax.top_k(shares, config.num_experts_per_tok)[1]
+    is_chosen = jax.nn.one_hot(chosen, config.num_experts).sum(axis=2)
+    own = shares * is_chosen
+    if config.norm_topk_prob:
+        own = own / own.sum(axis=-1, keepdims=True)
+    gate, up = jnp.split(
+        jnp.einsum("btd,efd->btef", x, weights["mlp.experts.gate_up_proj"]), 2, axis=-1
+    )
+    results = jnp.einsum(
+        "btef,edf->bted", gate * jax.nn.sigmoid(gate) * up, weights["mlp.experts.down_proj"]
+    )
+    mixed = jnp.sum(results * own[..., None], axis=2)
+    if config.shared_expert_intermediate_size:
+        opened = jax.nn.sigmoid(x @ weights["mlp.shared_expert_gate.weight"].T)
+        mixed = mixed + opened * feed_forward(weights, x, "mlp.shared_expert")
+    return mixed
 
 
 def mean_loss(config, params, input_ids, labels, segment_ids):
@@ -106,7 +129,9 @@ def mean_loss(config, params, input_ids, labels, segment_ids):
         eps = config.rms_norm_eps
         normed = rms_norm(x, weights["input_layernorm.weight"], eps)
         x = x + attention(config, weights, normed, positions, visible)
-        x = x + feed_forward(weights, rms_norm(x, weights["post_attention_layernorm.weight"], eps))
+        normed = rms_norm(x, weights["post_attention_layernorm.weight"], eps)
+        sparse = "mlp.gate.weight" in weights
+        x = x + (mixture(config, weights, normed) if sparse else feed_forward(weights, normed))
     x = rms_norm(x, params["model.norm.weight"], config.rms_norm_eps)
     output = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
     log_probabilities = jax.nn.log_softmax(x[:, :-1] @ params[output].T, axis=-1)

@@ -1,0 +1,174 @@
+"""Mixtures of experts, streamed: the steps of plain optax, whose reference runs every expert.
+
+Tolerances as in `test_against_plain_optax`. Layers with and without experts alternate in one model.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from plain_training import initial_parameters, loss_and_gradients, random_batch
+from plain_training import train as train_plainly
+from shared_programs import unshared
+from streamed_training import (
+    assert_bitwise_equal,
+    assert_close_to_plain_adam,
+    small_config,
+    strategy,
+    train,
+    trainer,
+)
+
+from slidedp_jax.models import experts
+from slidedp_jax.models.named_results import decided
+
+ROWS, TOKENS, STEPS, RATE = 12, 12, 3, 1e-3
+OPTIMIZER = optax.adamw(RATE, eps=1e-5, weight_decay=0.1)
+CLIP = 0.5
+CONFIG = dataclasses.replace(
+    small_config(),
+    num_experts=5,
+    num_experts_per_tok=2,
+    moe_intermediate_size=20,
+    shared_expert_intermediate_size=24,
+    norm_topk_prob=True,
+    sparse_layers=(True, False, True, True),
+)
+
+
+@functools.cache
+def batches():
+    return [random_batch(CONFIG, ROWS, TOKENS, packed=True, seed=i) for i in range(STEPS)]
+
+
+@functools.cache
+def reference():
+    transformation = optax.chain(optax.clip_by_global_norm(CLIP), OPTIMIZER)
+    return train_plainly(CONFIG, initial_parameters(CONFIG), transformation, batches())
+
+
+def run(*, devices=1, micro=1, **changes):
+    names = {"frozen", "ema_decay"} & changes.keys()
+    options = {name: changes.pop(name) for name in names}
+    plan = strategy(
+        rows_per_microbatch=-(-ROWS // (devices * micro)),
+        num_microbatches=micro,
+        num_host_devices=2 * devices,
+        **changes,
+    )
+    parameters, options = initial_parameters(CONFIG), {"max_grad_norm": CLIP, **options}
+    return train(
+        CONFIG, OPTIMIZER, plan, batches(), parameters=parameters, num_devices=devices, **options
+    )
+
+
+# Devices, microbatches, kept chunks, layers per chunk, weight and gradient routes.
+CASES = {
+    (3, 2, 0, 3, "shard_all_gather", "reduce_scatter"),
+    (2, 2, 2, 1, "replicate", "host_sum"),
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *sorted(CASES),
+        *(
+            pytest.param((*numbers, weights, gradients), marks=pytest.mark.thorough)
+            for numbers in ((1, 1, 0, 1), (1, 3, 4, 1), (2, 1, 0, 2), (4, 1, 1, 1))
+            for weights in ("replicate", "shard_all_gather")
+            for gradients in ("reduce_scatter", "host_sum")
+        ),
+    ],
+    ids=lambda case: "-".join(map(str, case)),
+)
+def test_streamed_steps_equal_plain_optax(case):
+    devices, micro, kept, layers, weights, gradients = case
+    got = run(
+        devices=devices,
+        micro=micro,
+        kept_chunks=kept,
+        layers_per_chunk=layers,
+        weight_route=weights,
+        gradient_route=gradients,
+    )
+    assert all(norm > CLIP for norm in reference()[1])
+    assert_close_to_plain_adam(got, reference(), learning_rate=RATE)
+
+
+@pytest.mark.thorough
+def test_two_runs_are_one_bit_for_bit():
+    assert_bitwise_equal(run(devices=2), run(devices=2))
+
+
+class OtherChoices:
+    """Top-k as it is when it is asked first, and the worst experts when it is asked again."""
+
+    def __init__(self):
+        self.asked_again = 0
+        self._asked = set()
+
+    def top_k(self, shares, k):
+        chosen = jax.ShapeDtypeStruct((*shares.shape[:-1], k), jnp.int32)
+        return shares, jax.pure_callback(functools.partial(self._answer, k), chosen, shares)
+
+    def _answer(self, k, shares):
+        shares = np.asarray(shares)
+        order = np.argsort(-shares, axis=-1, kind="stable").astype(np.int32)
+        if shares.tobytes() not in self._asked:
+            self._asked.add(shares.tobytes())
+            return order[..., :k]
+        self.asked_again += 1
+        return order[..., -k:]
+
+
+def gradients_with(monkeypatch, kept, name_it):
+    """Gradients of one batch where a second top-k would choose otherwise."""
+    host = OtherChoices()
+
+    class Lax:
+        top_k = staticmethod(host.top_k)
+
+        def __getattr__(self, name):
+            return getattr(jax.lax, name)
+
+    monkeypatch.setattr(experts, "lax", Lax())
+    if not name_it:
+        monkeypatch.setattr(experts, "decided", lambda values: values)
+    config, plan = CONFIG, strategy(rows_per_microbatch=ROWS, kept_chunks=kept)
+    parameters = initial_parameters(config)
+    with (
+        unshared(),  # programs that were traced with another host's choices
+        trainer(config, OPTIMIZER, plan, parameters=parameters, num_devices=1) as it,
+    ):
+        gradients = it.gradients(batches()[0])
+    batch = batches()[0]
+    with jax.numpy_rank_promotion("allow"):
+        _, expected = loss_and_gradients(
+            config,
+            {name: jnp.asarray(value) for name, value in parameters.items()},
+            batch["input_ids"],
+            batch["labels"],
+            batch["segment_ids"],
+        )
+    errors = {n: np.abs(gradients[n] - expected[n]).max() for n in gradients}
+    return host.asked_again, errors
+
+
+@pytest.mark.parametrize("kept", [0, pytest.param(3, marks=pytest.mark.thorough)])
+def test_backward_is_given_the_choices_of_forward(monkeypatch, kept):
+    asked_again, errors = gradients_with(monkeypatch, kept, True)
+    assert asked_again == 0
+    assert max(errors.values()) < 1e-5
+
+
+def test_choices_without_the_name_would_be_made_again(monkeypatch):
+    """What makes the test above worth something."""
+    asked_again, errors = gradients_with(monkeypatch, 0, False)
+    assert asked_again
+    assert max(errors.values()) > 1e-3
+    assert decided is not experts.decided
