@@ -27,7 +27,21 @@ from slidedp_jax.models.attention import (
 from slidedp_jax.models.config import ModelConfig
 from slidedp_jax.models.layers import DecoderLayer, Embedding, Head
 from slidedp_jax.models.loss import cross_entropy_sum, project_to_vocab
-from slidedp_jax.models.streamed import Batch, Cache, CachedForm, Params, Stage, StreamedModel
+from slidedp_jax.models.router_losses import (
+    RouterLosses,
+    counted_tokens,
+    loss_of_sums,
+    router_sums,
+)
+from slidedp_jax.models.streamed import (
+    Batch,
+    Cache,
+    CachedForm,
+    LayerOutput,
+    Params,
+    Stage,
+    StreamedModel,
+)
 
 LOSS_CHUNK_TOKENS = 1024
 """Tokens whose logits exist at one time in the loss, where no strategy says."""
@@ -40,6 +54,7 @@ def build(
     *,
     attention: str = "auto",
     target: ComputeTarget | None = None,
+    router_losses: RouterLosses | None = None,
 ) -> StreamedModel:
     """A decoder as the runtime sees it.
 
@@ -51,14 +66,20 @@ def build(
       attention: `auto`, `chunked` or `cudnn`; see `models.attention.resolve_attention`, which
         decides when a layer is traced.
       target: where the functions will run; None means like the first JAX device.
+      router_losses: of a mixture of experts; None: what its configuration turns on.
 
     Raises:
-      ValueError: `attention` is unknown, or, while tracing, cannot run.
+      ValueError: `attention` is unknown, or, while tracing, cannot run; or a dense model is given
+        router losses.
     """
     if attention not in IMPLEMENTATIONS:
         raise ValueError(
             f"attention is {attention!r}; supported: {', '.join(map(repr, IMPLEMENTATIONS))}."
         )
+    if router_losses is None:
+        router_losses = RouterLosses(load_balance=config.router_aux_loss_coef)
+    elif not config.num_experts:
+        raise ValueError("The model has no experts, so there are no router losses; drop them.")
     embedding = _Abstract(lambda: Embedding(config.vocab_size, config.hidden_size))
     layers = {
         sparse: _Abstract(partial(DecoderLayer, config, sparse=sparse))
@@ -89,6 +110,7 @@ def build(
         tied=config.tie_word_embeddings,
         vocab_size=config.vocab_size,
         initial_value=partial(initial_value, initializer_range=config.initializer_range),
+        loss_of_sums=partial(loss_of_sums, router_losses) if config.num_experts else None,
         cached=CachedForm(
             prefill_fns=tuple(prefill_fns[kind] for kind in kinds),
             decode_fns=tuple(decode_fns[kind] for kind in kinds),
@@ -149,9 +171,14 @@ def _apply_layer(
     params: Params,
     x: jax.Array,
     batch: Batch,
-) -> jax.Array:
+) -> jax.Array | LayerOutput:
     kernel = _attention_kernel(config, attention, target, x, batch)
-    return layer.merge(params)(x, batch, window=window, attention=kernel)
+    x, routing = layer.merge(params)(x, batch, window=window, attention=kernel)
+    if routing is None:
+        return x
+    counted = counted_tokens(batch)
+    sums = router_sums(routing.logits, routing.shares, routing.chosen, counted)
+    return LayerOutput(x, sums=sums)
 
 
 def _prefill_layer(

@@ -88,12 +88,13 @@ class SparseMLP(nnx.Module):
         self.shared_expert_gate = Linear(hidden, 1, has_bias=False) if shared else None
         self.config = config
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, T, D] -> [B, T, D]."""
-        y = self.experts(x, self.route(x))
-        if self.shared_expert is None or self.shared_expert_gate is None:
-            return y
-        return y + jax.nn.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, Routing]:
+        """[B, T, D] -> [B, T, D], and how its tokens were routed."""
+        routing = self.route(x)
+        y = self.experts(x, routing)
+        if self.shared_expert is not None and self.shared_expert_gate is not None:
+            y = y + jax.nn.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
+        return y, routing
 
     def route(self, x: jax.Array) -> Routing:
         """Chooses each token's experts, [B, T, D]; in float32 whatever the dtype of `x`."""

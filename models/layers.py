@@ -15,7 +15,7 @@ from flax import nnx
 from slidedp_jax.models.attention import attend
 from slidedp_jax.models.config import ModelConfig
 from slidedp_jax.models.dense import MLP, Linear, RMSNorm
-from slidedp_jax.models.experts import SparseMLP
+from slidedp_jax.models.experts import Routing, SparseMLP
 from slidedp_jax.models.rope import rotary_tables, rotate
 from slidedp_jax.models.streamed import Batch
 from slidedp_jax.models.varying import vary_like
@@ -119,8 +119,8 @@ class DecoderLayer(nnx.Module):
 
     def __call__(
         self, x: jax.Array, batch: Batch, *, window: int | None, attention: str
-    ) -> jax.Array:
-        """[B, T, D] -> [B, T, D].
+    ) -> tuple[jax.Array, Routing | None]:
+        """[B, T, D] -> [B, T, D], and how a sparse layer's tokens were routed.
 
         Args:
           x: residual stream, [B, T, D].
@@ -133,9 +133,14 @@ class DecoderLayer(nnx.Module):
         attended = attend(q, k, v, batch, window=window, implementation=attention)
         return self.feed_forward(x + self.self_attn.merge_heads(attended))
 
-    def feed_forward(self, x: jax.Array) -> jax.Array:
-        """The second half of the layer, [B, T, D] -> [B, T, D]."""
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def feed_forward(self, x: jax.Array) -> tuple[jax.Array, Routing | None]:
+        """The second half of the layer, [B, T, D] -> [B, T, D], and the routing in it."""
+        normed, routing = self.post_attention_layernorm(x), None
+        if isinstance(self.mlp, SparseMLP):
+            y, routing = self.mlp(normed)
+        else:
+            y = self.mlp(normed)
+        return x + y, routing
 
 
 class _Norm(nnx.Module):

@@ -42,18 +42,25 @@ Batch = Mapping[str, jax.Array]
 """
 
 
+Sums = Any
+"""Pytree of float32 arrays that add up: over rows, microbatches and devices."""
+
+
 class LayerOutput(NamedTuple):
-    """What a layer gives that has a loss of its own beside the head's.
+    """What a layer gives that has more to give than hidden states.
 
     Attributes:
       x: hidden states [B, T, D].
       aux: float32 scalar, the layer's own loss: its *sum* over the rows at hand with its
         coefficient, to which rows that fill up add nothing. It joins the sum of the token losses,
-        so the step minimises both per supervised token.
+        so the step minimises both per supervised token. None: it has none.
+      sums: what a loss over all rows of the step is a function of (`StreamedModel.loss_of_sums`),
+        summed over the rows at hand. None: nothing.
     """
 
     x: jax.Array
-    aux: jax.Array
+    aux: jax.Array | None = None
+    sums: Sums | None = None
 
 
 LayerFn = Callable[[Params, jax.Array, Batch], jax.Array | LayerOutput]
@@ -89,6 +96,12 @@ Cache = Any
 
 HeadLossFn = Callable[[Params, Params | None, jax.Array, Batch], jax.Array]
 """(head params, embed params or None, x, batch) -> float32 scalar, the *sum* of token losses."""
+
+LossOfSums = Callable[[tuple[Sums, ...]], tuple[jax.Array, dict[str, jax.Array]]]
+"""Sums over the whole step of each layer that gives some, bottom first -> loss and figures.
+
+The loss is a float32 scalar with its coefficient, no sum over tokens: it is added to the mean loss
+of the supervised tokens. Figures are float32 scalars by name, to be reported."""
 
 CachedFn = Callable[[Params, jax.Array, Batch, Cache], tuple[jax.Array, Cache]]
 
@@ -139,6 +152,9 @@ class StreamedModel:
       head_loss_for: (loss_chunk_tokens) -> the same loss that holds the logits of so many tokens at
         once, which is what a strategy decides; None: the loss is as it is, and no strategy has a
         say in it.
+      loss_of_sums: the loss that no layer, device or microbatch can know alone, of the `sums` that
+        layers give. Backward gets its derivatives by them as constants, so it is exact. None: there
+        is none.
       cached: the layers in a form that keeps keys and values, or None: no text can be generated.
       random: the functions read `row_seeds`; without them they draw nothing (evaluation).
       indexed: a layer function reads `layer_index`.
@@ -160,6 +176,7 @@ class StreamedModel:
     vocab_size: int
     initial_value: Callable[[str, tuple[int, ...], int], np.ndarray]
     head_loss_for: Callable[[int], HeadLossFn] | None = None
+    loss_of_sums: LossOfSums | None = None
     cached: CachedForm | None = None
     random: bool = False
     indexed: bool = False

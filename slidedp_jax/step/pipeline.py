@@ -95,7 +95,12 @@ class Pipeline:
             copy to the host.
         """
         embed, left = self._forward(weights, microbatches, keep_from=self._lowest)
-        aux = self._programs.totals(left.aux)
+        aux, figures = self._programs.totals(left.aux), {}
+        if left.sums:
+            of_step = self._programs.loss_of_sums(list(left.sums.values()), scale)
+            left.derivatives.update(zip(left.sums, of_step.derivatives, strict=True))
+            left.sums.clear()
+            aux, figures = [*aux, of_step.loss], of_step.figures
         squares: list[jax.Array | None] = [None] * len(self._layouts)
         losses, dxs, sums = self._head_pass(weights, embed, left.inputs.pop(), microbatches, scale)
         if self._tied:
@@ -138,11 +143,19 @@ class Pipeline:
         return StepOutputs(
             losses=[*losses, *aux],
             aux=aux,
+            figures=figures,
             squares=[part for part in squares if part is not None],
         )
 
-    def losses(self, weights: WeightSource, microbatches: Sequence[DeviceBatch]) -> list[jax.Array]:
-        """Forward only, by the programs of a step; `StepOutputs.losses`."""
+    def losses(
+        self, weights: WeightSource, microbatches: Sequence[DeviceBatch]
+    ) -> tuple[list[jax.Array], list[list[Any]]]:
+        """Forward only, by the programs of a step.
+
+        Returns:
+          `StepOutputs.losses` without the loss over the whole step, and per chunk that gives some,
+          per microbatch, what that is made of.
+        """
         embed, left = self._forward(weights, microbatches, keep_from=self._head)
         head = weights.take(self._head)[0]
         losses = [
@@ -153,7 +166,7 @@ class Pipeline:
         weights.release(self._head)
         if self._tied:
             weights.release(0)
-        return [*losses, *self._programs.totals(left.aux)]
+        return [*losses, *self._programs.totals(left.aux)], list(left.sums.values())
 
     def next_logits(
         self,
@@ -215,7 +228,9 @@ class Pipeline:
         if not self._tied:
             embed = None
         inputs = [xs] if keep_from <= 1 else []
-        left = LeftByForward(inputs=inputs, kinds={}, trees={}, residuals={}, aux=[])
+        left = LeftByForward(
+            inputs=inputs, kinds={}, trees={}, residuals={}, aux=[], sums={}, derivatives={}
+        )
         trees = None
         for chunk in range(1, self._head):
             del trees
@@ -269,7 +284,10 @@ class Pipeline:
             left.residuals[chunk] = [residuals for _, residuals in outputs]
             outputs = [output for output, _ in outputs]
         if isinstance(outputs[0], LayerOutput):
-            left.aux.append([output.aux for output in outputs])
+            if outputs[0].aux is not None:
+                left.aux.append([output.aux for output in outputs])
+            if outputs[0].sums is not None:
+                left.sums[chunk] = [output.sums for output in outputs]
             outputs = [output.x for output in outputs]
         return outputs
 
@@ -286,6 +304,7 @@ class Pipeline:
             trained=self._layouts[chunk].trained,
             needs_dx=chunk > self._lowest,
             gives_aux=gives.aux,
+            gives_sums=gives.sums,
             keeps=EVERYTHING if chunk in self._kept else keeps,
         )
 
@@ -344,6 +363,8 @@ class Pipeline:
                 arguments = (trees, x, *kept, dx, self._of_chunk(chunk, batch), sums)
                 if kind.gives_aux:
                     arguments += (scale,)
+                if kind.gives_sums:
+                    arguments += (left.derivatives[chunk],)
                 if above.unsent is None or number < len(microbatches):
                     program = self._programs.backward(kind)
                     below, sums = program(*arguments)

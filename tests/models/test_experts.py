@@ -54,7 +54,8 @@ def feed_forward(config, values, x):
     params = plain_model.stage_arrays(model.layers[0], values)
     mlp = layer.merge(params).mlp
     x = jnp.asarray(x, jnp.float32)[None]
-    return np.asarray(mlp(x))[0], np.asarray(mlp.route(x).chosen)[0]
+    y, routing = mlp(x)
+    return np.asarray(y)[0], np.asarray(routing.chosen)[0]
 
 
 def values_of(config, **changes):

@@ -8,6 +8,7 @@ import plain_model
 import pytest
 from safetensors.numpy import load_file
 
+from slidedp_jax.models.decoder import build
 from slidedp_jax.models.hf_config import parse_config, read_config
 from slidedp_jax.models.hf_export import export
 from slidedp_jax.models.hf_load import load_parameters
@@ -205,6 +206,48 @@ def test_round_trip_loads_in_transformers_bit_for_bit(tmp_path, case):
         for d in ("in", "out")
     ]
     assert tensors[0] == tensors[1]
+
+
+@pytest.mark.parametrize("case", ["qwen3_moe-dense-among-them", "mixtral", "olmoe-clipped"])
+@pytest.mark.parametrize("masked", [True, False])
+def test_the_loss_with_load_balance_and_its_gradients_equal_transformers(tmp_path, case, masked):
+    family, changes = CASES[case]
+    model = reference_model(
+        family, changes | {"output_router_logits": True, "router_aux_loss_coef": 0.7}
+    )
+    model.save_pretrained(tmp_path)
+    ids = np.random.default_rng(1).integers(0, SHAPES["vocab_size"], (2, NUM_TOKENS))
+    mask, labels = np.ones_like(ids), ids.copy()
+    if masked:
+        mask[0, 30:], labels[0, 30:] = 0, -100
+    got = model(torch.tensor(ids), attention_mask=torch.tensor(mask), labels=torch.tensor(labels))
+    got.loss.backward()
+    assert got.aux_loss > 0.5
+    config = read_config(tmp_path)
+    ours, values = build(config), {}
+    load_parameters(
+        tmp_path, config.parameter_shapes(), lambda name, value: values.update({name: value})
+    )
+    targets = np.pad(labels[:, 1:], ((0, 0), (0, 1)), constant_values=-100)
+    batch = plain_model.rows_batch(ids, targets)
+
+    def whole_loss(trees):
+        x, sums = plain_model.hidden_states_and_sums(ours, trees, batch)
+        embed = trees["embed"] if ours.tied else None
+        of_tokens = ours.head_loss_fn(trees["head"], embed, x, batch) / (targets != -100).sum()
+        of_routers, figures = ours.loss_of_sums(sums)
+        return of_tokens + of_routers, figures["load_balance_loss"]
+
+    (loss, balance), gradients = plain_model.quick_jit(
+        jax.value_and_grad(whole_loss, has_aux=True)
+    )(plain_model.model_arrays(ours, values))
+    assert float(balance) == pytest.approx(got.aux_loss.item(), rel=1e-5)
+    assert float(loss) == pytest.approx(got.loss.item(), rel=1e-5)
+    gradients = plain_model.flat_names(ours, gradients)
+    for name, parameter in model.named_parameters():
+        expected = parameter.grad.numpy()
+        error = np.linalg.norm(gradients[name] - expected)
+        assert error <= 1e-4 * np.linalg.norm(expected), name
 
 
 OLD_LAYOUTS = {

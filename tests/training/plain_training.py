@@ -90,8 +90,9 @@ def feed_forward(weights, x, prefix="mlp"):
 
 
 def mixture(config, weights, x):
-    """The chosen experts' results by weight, and the shared expert's."""
-    shares = jax.nn.softmax(x @ weights["mlp.gate.weight"].T, axis=-1)
+    """The chosen experts' results by weight and the shared expert's; logits, visits of tokens."""
+    logits = x @ weights["mlp.gate.weight"].T
+    shares = jax.nn.softmax(logits, axis=-1)
     chosen = jax.lax.top_k(shares, config.num_experts_per_tok)[1]
     is_chosen = jax.nn.one_hot(chosen, config.num_experts).sum(axis=2)
     own = shares * is_chosen
@@ -107,11 +108,30 @@ def mixture(config, weights, x):
     if config.shared_expert_intermediate_size:
         opened = jax.nn.sigmoid(x @ weights["mlp.shared_expert_gate.weight"].T)
         mixed = mixed + opened * feed_forward(weights, x, "mlp.shared_expert")
-    return mixed
+    return mixed, logits, is_chosen
 
 
-def mean_loss(config, params, input_ids, labels, segment_ids):
-    """Cross-entropy of every supervised next token, divided by their number in the whole batch."""
+def router_loss(config, z, routers, counted):
+    """Load balance as transformers has it, z-loss; over all tokens of all layers at once."""
+    logits = jnp.stack([logits for logits, _ in routers])
+    visits = jnp.stack([is_chosen for _, is_chosen in routers])
+    num_tokens = len(routers) * counted.sum()
+
+    def mean(values):  # [L, B, T, ...]
+        is_counted = counted.reshape(1, *counted.shape, *(1,) * (values.ndim - 3))
+        return jnp.sum(values * is_counted, axis=(0, 1, 2)) / num_tokens
+
+    balance = jnp.sum(mean(visits) * mean(jax.nn.softmax(logits)))
+    size = mean(jax.nn.logsumexp(logits, axis=-1) ** 2)
+    return config.router_aux_loss_coef * config.num_experts * balance + z * size
+
+
+def mean_loss(config, params, input_ids, labels, segment_ids, z=0.0):
+    """Cross-entropy of every supervised next token, divided by their number in the whole batch.
+
+    With experts, the routers' loss as well.
+    """
+    routers = []
     tokens = input_ids.shape[1]
     index = jnp.arange(tokens)
     same = segment_ids[:, :, None] == segment_ids[:, None, :]
@@ -130,8 +150,12 @@ def mean_loss(config, params, input_ids, labels, segment_ids):
         normed = rms_norm(x, weights["input_layernorm.weight"], eps)
         x = x + attention(config, weights, normed, positions, visible)
         normed = rms_norm(x, weights["post_attention_layernorm.weight"], eps)
-        sparse = "mlp.gate.weight" in weights
-        x = x + (mixture(config, weights, normed) if sparse else feed_forward(weights, normed))
+        if "mlp.gate.weight" in weights:
+            mixed, *router = mixture(config, weights, normed)
+            routers.append(router)
+            x = x + mixed
+        else:
+            x = x + feed_forward(weights, normed)
     x = rms_norm(x, params["model.norm.weight"], config.rms_norm_eps)
     output = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
     log_probabilities = jax.nn.log_softmax(x[:, :-1] @ params[output].T, axis=-1)
@@ -140,15 +164,18 @@ def mean_loss(config, params, input_ids, labels, segment_ids):
     of_wanted = jnp.take_along_axis(
         log_probabilities, jnp.where(counts, wanted, 0)[..., None], axis=-1
     )[..., 0]
-    return -jnp.sum(of_wanted * counts) / jnp.sum(counts)
+    loss = -jnp.sum(of_wanted * counts) / jnp.sum(counts)
+    return loss + router_loss(config, z, routers, segment_ids > 0) if routers else loss
 
 
 @partial(jax.jit, static_argnums=0)
-def loss_and_gradients(config, params, input_ids, labels, segment_ids):
-    return jax.value_and_grad(mean_loss, argnums=1)(config, params, input_ids, labels, segment_ids)
+def loss_and_gradients(config, params, input_ids, labels, segment_ids, z=0.0):
+    return jax.value_and_grad(mean_loss, argnums=1)(
+        config, params, input_ids, labels, segment_ids, z
+    )
 
 
-def train(config, params, optimizer: optax.GradientTransformation, batches):
+def train(config, params, optimizer: optax.GradientTransformation, batches, z=0.0):
     """One step per batch; returns losses, gradient norms, parameters and optimizer state."""
     params = {name: jnp.asarray(value) for name, value in params.items()}
     state = optimizer.init(params)
@@ -164,7 +191,7 @@ def train(config, params, optimizer: optax.GradientTransformation, batches):
         segments = batch.get("segment_ids", np.ones_like(batch["input_ids"]))
         with jax.numpy_rank_promotion("allow"):
             loss, gradients = loss_and_gradients(
-                config, params, batch["input_ids"], batch["labels"], segments
+                config, params, batch["input_ids"], batch["labels"], segments, z
             )
         params, state, norm = apply(params, gradients, state)
         losses.append(float(loss))

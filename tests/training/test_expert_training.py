@@ -1,6 +1,7 @@
 """Mixtures of experts, streamed: the steps of plain optax, whose reference runs every expert.
 
-Tolerances as in `test_against_plain_optax`. Layers with and without experts alternate in one model.
+Tolerances as in `test_against_plain_optax`. Layers with and without experts alternate in one model,
+whose routers' losses are on: those are of the whole step, whatever devices and microbatches.
 """
 
 import dataclasses
@@ -23,8 +24,9 @@ from streamed_training import (
     trainer,
 )
 
-from slidedp_jax.models import experts
+from slidedp_jax.models import decoder, experts
 from slidedp_jax.models.named_results import decided
+from slidedp_jax.models.router_losses import RouterLosses
 
 ROWS, TOKENS, STEPS, RATE = 12, 12, 3, 1e-3
 OPTIMIZER = optax.adamw(RATE, eps=1e-5, weight_decay=0.1)
@@ -37,7 +39,9 @@ CONFIG = dataclasses.replace(
     shared_expert_intermediate_size=24,
     norm_topk_prob=True,
     sparse_layers=(True, False, True, True),
+    router_aux_loss_coef=0.3,
 )
+LOSSES = RouterLosses(load_balance=0.3, z=0.05)
 
 
 @functools.cache
@@ -48,7 +52,8 @@ def batches():
 @functools.cache
 def reference():
     transformation = optax.chain(optax.clip_by_global_norm(CLIP), OPTIMIZER)
-    return train_plainly(CONFIG, initial_parameters(CONFIG), transformation, batches())
+    parameters = initial_parameters(CONFIG)
+    return train_plainly(CONFIG, parameters, transformation, batches(), LOSSES.z)
 
 
 def run(*, devices=1, micro=1, **changes):
@@ -60,7 +65,8 @@ def run(*, devices=1, micro=1, **changes):
         num_host_devices=2 * devices,
         **changes,
     )
-    parameters, options = initial_parameters(CONFIG), {"max_grad_norm": CLIP, **options}
+    options = {"max_grad_norm": CLIP, "router_losses": LOSSES, **options}
+    parameters = initial_parameters(CONFIG)
     return train(
         CONFIG, OPTIMIZER, plan, batches(), parameters=parameters, num_devices=devices, **options
     )
@@ -143,7 +149,7 @@ def gradients_with(monkeypatch, kept, name_it):
     parameters = initial_parameters(config)
     with (
         unshared(),  # programs that were traced with another host's choices
-        trainer(config, OPTIMIZER, plan, parameters=parameters, num_devices=1) as it,
+        trainer(config, OPTIMIZER, plan, LOSSES, parameters=parameters, num_devices=1) as it,
     ):
         gradients = it.gradients(batches()[0])
     batch = batches()[0]
@@ -154,6 +160,7 @@ def gradients_with(monkeypatch, kept, name_it):
             batch["input_ids"],
             batch["labels"],
             batch["segment_ids"],
+            LOSSES.z,
         )
     errors = {n: np.abs(gradients[n] - expected[n]).max() for n in gradients}
     return host.asked_again, errors
@@ -172,3 +179,56 @@ def test_choices_without_the_name_would_be_made_again(monkeypatch):
     assert asked_again
     assert max(errors.values()) > 1e-3
     assert decided is not experts.decided
+
+
+def one_trainer(losses=LOSSES, config=CONFIG, devices=2, micro=2, **options):
+    plan = strategy(
+        rows_per_microbatch=ROWS // (devices * micro),
+        num_microbatches=micro,
+        num_host_devices=2 * devices,
+    )
+    options = {"parameters": initial_parameters(config), "num_devices": devices} | options
+    return trainer(config, OPTIMIZER, plan, losses, **options)
+
+
+def test_evaluation_and_metrics_have_the_routers_losses():
+    batch = batches()[0]
+    with one_trainer() as it:
+        loss, _ = it.evaluate(batch)
+        metrics = it.step(batch)
+    assert metrics.loss == loss
+    figures = metrics.figures
+    expected = 0.3 * figures["load_balance_loss"] + 0.05 * figures["router_z_loss"]
+    assert metrics.aux_loss == pytest.approx(expected, rel=1e-6)
+    assert metrics.loss == pytest.approx(reference()[0][0], rel=2e-6)
+    assert 1 / CONFIG.num_experts < figures["busiest_expert_share"] <= 0.5
+    assert 0 < figures["router_entropy"] < np.log(CONFIG.num_experts)
+
+
+def test_more_rows_than_a_step_takes_are_evaluated_as_one_batch():
+    """Router losses are not additive: those of two halves are others than of both together."""
+    batch = batches()[0]
+    twice = {
+        name: np.concatenate([a, b])
+        for (name, a), b in zip(batch.items(), batches()[1].values(), strict=True)
+    }
+    with one_trainer() as it:
+        loss, _ = it.evaluate(twice)
+    with jax.numpy_rank_promotion("allow"):
+        parameters = {n: jnp.asarray(v) for n, v in initial_parameters(CONFIG).items()}
+        arrays = (twice["input_ids"], twice["labels"], twice["segment_ids"])
+        expected, _ = loss_and_gradients(CONFIG, parameters, *arrays, LOSSES.z)
+    assert loss == pytest.approx(float(expected), rel=2e-6)
+
+
+def test_without_router_losses_there_are_figures_alone():
+    config = dataclasses.replace(CONFIG, router_aux_loss_coef=0.0)
+    with one_trainer(None, config) as it:
+        metrics = it.step(batches()[0])
+    assert metrics.aux_loss == 0
+    assert metrics.figures["load_balance_loss"] > 1
+
+
+def test_dense_models_have_no_router_losses():
+    with pytest.raises(ValueError, match="no experts, so there are no router losses"):
+        decoder.build(small_config(), router_losses=LOSSES)
