@@ -10,6 +10,7 @@ of visits (`models.expert_groups`).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -65,16 +66,15 @@ class Experts(nnx.Module):
         groups = group_visits(chosen, experts, block)
         weights = of_rows(routing.weights.reshape(-1, num_chosen), groups)
 
-        def product(rows: jax.Array, matrices: jax.Array) -> jax.Array:
-            y = grouped_product(rows, matrices, groups.sizes, block=block)
-            named: jax.Array = checkpoint_name(y, PRODUCTS)
-            return named
-
+        product = partial(grouped_product, sizes=groups.sizes, block=block)
         rows = dispatch(x.reshape(-1, x.shape[-1]), groups)
-        gate, up = jnp.split(product(rows, self.gate_up_proj[...]), 2, axis=-1)
-        inner = jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32) * weights[:, None]
-        y = product(inner.astype(x.dtype), self.down_proj[...])
-        return collect(y, groups).reshape(x.shape)
+        gate_up = checkpoint_name(product(rows, self.gate_up_proj[...]), PRODUCTS)
+        gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
+        inner = jax.nn.silu(gate) * up * weights[:, None]
+        y = collect(product(inner.astype(x.dtype), self.down_proj[...]), groups)
+        # One row per token is kept where a result has to be, not one per visit.
+        named: jax.Array = checkpoint_name(y.reshape(x.shape), PRODUCTS)
+        return named
 
 
 class SparseMLP(nnx.Module):

@@ -94,6 +94,8 @@ ALLOWABLE = (
     "adam_beta2",
     "adam_epsilon",
     "max_grad_norm",
+    "router_aux_loss_coef",
+    "router_z_loss_coef",
     *DATA,
 )
 """What `allow_changed` may name: changes after which a run is another, but can go on."""

@@ -121,7 +121,11 @@ class Run:
             pretrained.load_parameters(LoadProgress(write, pretrained.config.num_parameters))
 
         trainer = Trainer(
-            pretrained.model(args.attention),
+            pretrained.model(
+                args.attention,
+                router_aux_loss_coef=args.router_aux_loss_coef,
+                router_z_loss_coef=args.router_z_loss_coef,
+            ),
             make_optimizer(args, inputs.num_steps),
             strategy=strategy,
             parameters=read_weights if load else TO_BE_RESTORED,
@@ -201,6 +205,7 @@ class Run:
             "epoch": round(self._inputs.source.epochs_after(), 4),
             "loss": loss,
             "grad_norm": norm,
+            **({"aux_loss": metrics.aux_loss, **metrics.figures} if metrics.figures else {}),
             # Steps that were skipped do not count for the optimizer.
             "learning_rate": _short(self._schedule(step - 1 - (self._skipped - skipped))),
             "num_tokens": self._tokens_seen,
