@@ -1,19 +1,23 @@
 """The one description of a decoder that models, planner and runtime share. Imports no JAX.
 
 Field names are Hugging Face's, so that a `config.json` maps onto them by identity; model families
-(Qwen2, Qwen3, Llama, Mistral and mixtures of experts) are flags of `ModelConfig`, not classes.
+(Qwen2, Qwen3, Llama, Mistral, Gemma 3, mixtures of experts) are flags of `ModelConfig`, no classes.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from slidedp_jax.models.known_shapes import KNOWN_SHAPES
 from slidedp_jax.models.rope_parameters import RopeParameters
 
 Shape = tuple[int, ...]
+
+
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+"""Every `hidden_act` that the feed-forward block computes."""
 
 
 class LayerKind(NamedTuple):
@@ -30,7 +34,7 @@ class LayerKind(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Shapes and flags of a decoder-only transformer with RMSNorm, RoPE and SwiGLU.
+    """Shapes and flags of a decoder-only transformer with RMSNorm, RoPE and gated units.
 
     Attributes:
       model_type: Hugging Face family name (`qwen2`, `mixtral`, ...); informative, no code branches
@@ -54,7 +58,12 @@ class ModelConfig:
       rope_parameters: see `RopeParameters`.
       layer_windows: per layer the sliding window in tokens (a query sees itself and the
         window - 1 tokens before it), or None for full attention. Empty means None everywhere.
-      hidden_act: activation of the gate; only `silu`.
+      local_rope_parameters: those of layers with a window; None: as the others'.
+      hidden_act: activation of the gate, one of `ACTIVATIONS`.
+      norms_add_one: norms multiply by 1 + weight, in float32, instead of by weight.
+      norms_after: the results of attention and of the feed-forward block are normalised too.
+      scale_embeddings: embeddings are multiplied by sqrt(D), rounded to the compute dtype.
+      query_pre_attn_scalar: attention scores are divided by its root; None: by that of H.
       initializer_range: standard deviation of freshly initialised matrices.
       num_experts: routed experts of a sparse layer, E; 0 for a dense model.
       num_experts_per_tok: experts that a token visits, k.
@@ -85,7 +94,12 @@ class ModelConfig:
     clip_qkv: float | None = None
     rope_parameters: RopeParameters = field(default_factory=RopeParameters)
     layer_windows: tuple[int | None, ...] = ()
+    local_rope_parameters: RopeParameters | None = None
     hidden_act: str = "silu"
+    norms_add_one: bool = False
+    norms_after: bool = False
+    scale_embeddings: bool = False
+    query_pre_attn_scalar: float | None = None
     initializer_range: float = 0.02
     num_experts: int = 0
     num_experts_per_tok: int = 0
@@ -107,8 +121,13 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}; RoPE needs an even number.")
-        if self.hidden_act != "silu":
-            raise ValueError(f"hidden_act is {self.hidden_act!r}; supported: 'silu'.")
+        if self.hidden_act not in ACTIVATIONS:
+            supported = ", ".join(map(repr, ACTIVATIONS))
+            raise ValueError(f"hidden_act is {self.hidden_act!r}; supported: {supported}.")
+        if self.query_pre_attn_scalar is not None and not self.query_pre_attn_scalar > 0:
+            raise ValueError(
+                f"query_pre_attn_scalar is {self.query_pre_attn_scalar}; it must be positive."
+            )
         if not self.layer_windows:
             object.__setattr__(self, "layer_windows", (None,) * self.num_hidden_layers)
         if len(self.layer_windows) != self.num_hidden_layers:
@@ -157,6 +176,12 @@ class ModelConfig:
         sparse = self.sparse_layers or (self.num_experts > 0,) * self.num_hidden_layers
         return tuple(map(LayerKind, self.layer_windows, sparse))
 
+    def of_layer(self, kind: LayerKind) -> ModelConfig:
+        """The configuration with the RoPE that layers of a kind have."""
+        if kind.window is None or self.local_rope_parameters is None:
+            return self
+        return replace(self, rope_parameters=self.local_rope_parameters)
+
     def layer_shapes(self, layer: int = 0) -> dict[str, Shape]:
         """Names within `model.layers.{layer}` -> shapes.
 
@@ -176,6 +201,9 @@ class ModelConfig:
             "input_layernorm.weight": (hidden,),
             "post_attention_layernorm.weight": (hidden,),
         }
+        if self.norms_after:
+            shapes["pre_feedforward_layernorm.weight"] = (hidden,)
+            shapes["post_feedforward_layernorm.weight"] = (hidden,)
         if self.layer_kinds[layer].sparse:
             linears |= self._dense("mlp.shared_expert", self.shared_expert_intermediate_size)
             shapes |= self._expert_shapes()

@@ -10,7 +10,7 @@ import dataclasses
 import zlib
 from collections.abc import Callable
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 import numpy as np
@@ -80,17 +80,17 @@ def build(
         router_losses = RouterLosses(load_balance=config.router_aux_loss_coef)
     elif not config.num_experts:
         raise ValueError("The model has no experts, so there are no router losses; drop them.")
-    embedding = _Abstract(lambda: Embedding(config.vocab_size, config.hidden_size))
+    embedding = _Abstract(lambda: Embedding(config))
     layers = {
-        sparse: _Abstract(partial(DecoderLayer, config, sparse=sparse))
-        for sparse in {kind.sparse for kind in config.layer_kinds}
+        kind: _Abstract(partial(DecoderLayer, config.of_layer(kind), sparse=kind.sparse))
+        for kind in set(config.layer_kinds)
     }
     head = _Abstract(lambda: Head(config))
     head_loss_for = partial(partial, _head_loss, head)
     kinds = config.layer_kinds
     layer_fns, prefill_fns, decode_fns = {}, {}, {}
     for kind in set(kinds):
-        layer = layers[kind.sparse]
+        layer = layers[kind]
         whole = (layer, config, attention, target, kind.window)
         layer_fns[kind] = partial(_apply_layer, *whole)
         prefill_fns[kind] = partial(_prefill_layer, *whole)
@@ -98,18 +98,23 @@ def build(
     return StreamedModel(
         embed=Stage(name="model.embed_tokens", shapes=embedding.shapes),
         layers=tuple(
-            Stage(name=f"model.layers.{index}", shapes=layers[kind.sparse].shapes)
+            Stage(name=f"model.layers.{index}", shapes=layers[kind].shapes)
             for index, kind in enumerate(kinds)
         ),
         head=Stage(name="", shapes=head.shapes),
-        embed_fn=lambda params, batch: embedding.merge(params)(batch["input_ids"]),
+        embed_fn=partial(_embed, embedding, None),
+        embed_for=partial(partial, _embed, embedding),
         layer_fns=tuple(layer_fns[kind] for kind in kinds),
         head_loss_fn=head_loss_for(LOSS_CHUNK_TOKENS),
         head_loss_for=head_loss_for,
         head_logits_fn=partial(_head_logits, head),
         tied=config.tie_word_embeddings,
         vocab_size=config.vocab_size,
-        initial_value=partial(initial_value, initializer_range=config.initializer_range),
+        initial_value=partial(
+            initial_value,
+            initializer_range=config.initializer_range,
+            norm_weight=0.0 if config.norms_add_one else 1.0,
+        ),
         loss_of_sums=partial(loss_of_sums, router_losses) if config.num_experts else None,
         cached=CachedForm(
             prefill_fns=tuple(prefill_fns[kind] for kind in kinds),
@@ -122,11 +127,16 @@ def build(
 
 
 def initial_value(
-    name: str, shape: tuple[int, ...], seed: int, *, initializer_range: float = 0.02
+    name: str,
+    shape: tuple[int, ...],
+    seed: int,
+    *,
+    initializer_range: float = 0.02,
+    norm_weight: float = 1.0,
 ) -> np.ndarray:
     """Starting value of a parameter trained from scratch.
 
-    Norm weights are 1, biases 0, matrices normal with standard deviation `initializer_range`. The
+    Biases are 0, matrices normal with standard deviation `initializer_range`. The
     draw depends on name, shape and seed alone.
 
     Args:
@@ -134,6 +144,7 @@ def initial_value(
       shape: shape of the parameter.
       seed: any non-negative integer.
       initializer_range: standard deviation.
+      norm_weight: of all norms.
 
     Returns:
       float32 array.
@@ -141,7 +152,7 @@ def initial_value(
     if name.endswith(".bias"):
         return np.zeros(shape, np.float32)
     if name.endswith("norm.weight"):
-        return np.ones(shape, np.float32)
+        return np.full(shape, norm_weight, np.float32)
     generator = np.random.default_rng([seed, zlib.crc32(name.encode())])
     values = generator.standard_normal(shape, np.float32)
     values *= np.float32(initializer_range)
@@ -160,6 +171,12 @@ class _Abstract(Generic[_M]):
         """The module around the given arrays; call it inside a trace."""
         module: _M = nnx.merge(self._graph, params)
         return module
+
+
+def _embed(
+    embedding: _Abstract[Embedding], scale_dtype: Any, params: Params, batch: Batch
+) -> jax.Array:
+    return embedding.merge(params)(batch["input_ids"], scale_dtype)
 
 
 def _apply_layer(

@@ -52,30 +52,45 @@ class RMSNorm(nnx.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, statistics in float32.
 
     The normalised value is rounded to the input's dtype before the product with the weight, as in
-    Hugging Face's implementation.
+    Hugging Face's implementation. With `add_one`, as in Gemma's, it is multiplied by 1 + weight and
+    rounded after.
     """
 
-    def __init__(self, width: int, *, eps: float):
+    def __init__(self, width: int, *, eps: float, add_one: bool = False):
         self.weight = nnx.Param(jnp.ones((width,), jnp.float32))
         self.eps = eps
+        self.add_one = add_one
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., width] -> [..., width]."""
         wide = x.astype(jnp.float32)
         variance = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+        if self.add_one:
+            scale = 1.0 + self.weight[...].astype(jnp.float32)
+            y = _per_channel(jnp.multiply, wide * lax.rsqrt(variance + self.eps), scale)
+            return y.astype(x.dtype)
         normalised = (wide * lax.rsqrt(variance + self.eps)).astype(x.dtype)
         return _per_channel(jnp.multiply, normalised, self.weight[...])
 
 
 class MLP(nnx.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
+    """A gated unit: down(act(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig, width: int):
         hidden, ffn = config.hidden_size, width
         self.gate_proj = Linear(hidden, ffn, has_bias=config.mlp_bias)
         self.up_proj = Linear(hidden, ffn, has_bias=config.mlp_bias)
         self.down_proj = Linear(ffn, hidden, has_bias=config.mlp_bias)
+        self.hidden_act = config.hidden_act
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, T, D] -> [B, T, D]."""
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(activation(self.hidden_act, self.gate_proj(x)) * self.up_proj(x))
+
+
+def activation(name: str, x: jax.Array) -> jax.Array:
+    """`ModelConfig.hidden_act` of x."""
+    if name == "silu":
+        return jax.nn.silu(x)
+    assert name == "gelu_pytorch_tanh", name
+    return jax.nn.gelu(x, approximate=True)

@@ -20,7 +20,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from slidedp_jax.models.config import ModelConfig
-from slidedp_jax.models.dense import MLP, Linear
+from slidedp_jax.models.dense import MLP, Linear, activation
 from slidedp_jax.models.expert_groups import (
     block_rows,
     collect,
@@ -57,6 +57,7 @@ class Experts(nnx.Module):
             jnp.zeros((experts, 2 * ffn, config.hidden_size), jnp.float32)
         )
         self.down_proj = nnx.Param(jnp.zeros((experts, config.hidden_size, ffn), jnp.float32))
+        self.hidden_act = config.hidden_act
 
     def __call__(self, x: jax.Array, routing: Routing) -> jax.Array:
         """Sums of the chosen experts' results by weight, [B, T, D] -> [B, T, D]."""
@@ -70,7 +71,7 @@ class Experts(nnx.Module):
         rows = dispatch(x.reshape(-1, x.shape[-1]), groups)
         gate_up = checkpoint_name(product(rows, self.gate_up_proj[...]), PRODUCTS)
         gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
-        inner = jax.nn.silu(gate) * up * weights[:, None]
+        inner = activation(self.hidden_act, gate) * up * weights[:, None]
         y = collect(product(inner.astype(x.dtype), self.down_proj[...]), groups)
         # One row per token is kept where a result has to be, not one per visit.
         named: jax.Array = checkpoint_name(y.reshape(x.shape), PRODUCTS)

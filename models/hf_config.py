@@ -15,6 +15,13 @@ from typing import Any
 from slidedp_jax.models.config import ModelConfig
 from slidedp_jax.models.hf_expert_config import FAMILIES as EXPERT_FAMILIES
 from slidedp_jax.models.hf_expert_config import expert_fields, own_features
+from slidedp_jax.models.hf_gemma_config import FAMILIES as GEMMA_FAMILIES
+from slidedp_jax.models.hf_gemma_config import (
+    OWN_FEATURES,
+    gemma_fields,
+    gemma_windows,
+    rope_of_kind,
+)
 from slidedp_jax.models.rope_parameters import ROPE_TYPES, RopeParameters
 
 ARCHITECTURES = {
@@ -23,6 +30,7 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     **EXPERT_FAMILIES,
+    **GEMMA_FAMILIES,
 }
 """Supported `model_type` -> the class that its `architectures` may name."""
 
@@ -68,6 +76,7 @@ _DEFAULT_POSITIONS = {
     "qwen3_moe": 32_768,
     "mixtral": 131_072,
     "olmoe": 4_096,
+    "gemma3_text": 131_072,
 }
 _DEFAULT_EPS = {"mixtral": 1e-5, "olmoe": 1e-5}
 _DEFAULT_THETA = {"mixtral": 1_000_000.0}
@@ -138,11 +147,13 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         raise ValueError(f"config.json lacks {', '.join(missing)}, which {family} needs.")
     heads = raw["num_attention_heads"]
     # A field for it, of q, k, v and o alike; Qwen2's are there without one.
-    has_bias_field = family in ("llama", "qwen3", "qwen3_moe", "olmoe")
+    is_gemma = family in GEMMA_FAMILIES
+    has_bias_field = is_gemma or family in ("llama", "qwen3", "qwen3_moe", "olmoe")
     attention_bias = bool(raw.get("attention_bias", False)) and has_bias_field
     qkv_bias = family == "qwen2" or (family == "qwen2_moe" and raw.get("qkv_bias", True))
     positions = _or_default(raw, "max_position_embeddings", _DEFAULT_POSITIONS[family])
     return ModelConfig(
+        **_rope_fields(raw, family, positions),
         model_type=family,
         vocab_size=raw["vocab_size"],
         hidden_size=raw["hidden_size"],
@@ -152,17 +163,17 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         num_key_value_heads=_or_default(raw, "num_key_value_heads", heads),
         head_dim=_head_dim(raw, family),
         rms_norm_eps=_or_default(raw, "rms_norm_eps", _DEFAULT_EPS.get(family, 1e-6)),
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        tie_word_embeddings=bool(_or_default(raw, "tie_word_embeddings", is_gemma)),
         max_position_embeddings=positions,
         attention_bias=attention_bias or qkv_bias,
         attention_output_bias=attention_bias,
         mlp_bias=bool(raw.get("mlp_bias", False)) and family == "llama",
-        qk_norm=family in ("qwen3", "qwen3_moe", "olmoe"),
-        rope_parameters=_rope_parameters(raw, family, positions),
+        qk_norm=is_gemma or family in ("qwen3", "qwen3_moe", "olmoe"),
         layer_windows=_layer_windows(raw, family),
-        hidden_act=_or_default(raw, "hidden_act", "silu"),
+        hidden_act=_hidden_act(raw, family),
         initializer_range=_or_default(raw, "initializer_range", 0.02),
         **expert_fields(raw, family),
+        **(gemma_fields(raw) if is_gemma else {}),
     )
 
 
@@ -186,7 +197,8 @@ def _supported_family(raw: Mapping[str, Any]) -> str:
 
 
 def _refuse_foreign_features(raw: Mapping[str, Any], family: str) -> None:
-    for key in sorted(set(_FOREIGN_FEATURES) - set(own_features(family))):
+    own = OWN_FEATURES if family in GEMMA_FAMILIES else own_features(family)
+    for key in sorted(set(_FOREIGN_FEATURES) - set(own)):
         value = raw.get(key)
         if value not in (None, 0, 1) or value is True:
             raise ValueError(
@@ -205,8 +217,8 @@ def _required_keys(family: str) -> tuple[str, ...]:
 def _head_dim(raw: Mapping[str, Any], family: str) -> int:
     if raw.get("head_dim") is not None:
         return int(raw["head_dim"])
-    if family == "qwen3":
-        return 128
+    if family in ("qwen3", *GEMMA_FAMILIES):
+        return 128 if family == "qwen3" else 256
     hidden, heads = raw["hidden_size"], raw["num_attention_heads"]
     if hidden % heads:
         raise ValueError(
@@ -218,6 +230,8 @@ def _head_dim(raw: Mapping[str, Any], family: str) -> int:
 
 def _layer_windows(raw: Mapping[str, Any], family: str) -> tuple[int | None, ...]:
     num_layers = int(raw["num_hidden_layers"])
+    if family in GEMMA_FAMILIES:
+        return gemma_windows(raw)
     if family in ("llama", "olmoe"):
         return (None,) * num_layers
     kinds = raw.get("layer_types")
@@ -258,6 +272,23 @@ def _layer_windows(raw: Mapping[str, Any], family: str) -> tuple[int | None, ...
             f"{num_layers} layers; supported kinds: full_attention, sliding_attention."
         )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _hidden_act(raw: Mapping[str, Any], family: str) -> str:
+    """Gemma's configurations call it `hidden_activation`, and older ones have another beside it."""
+    if family in GEMMA_FAMILIES:
+        return str(_or_default(raw, "hidden_activation", "gelu_pytorch_tanh"))
+    return str(_or_default(raw, "hidden_act", "silu"))
+
+
+def _rope_fields(raw: Mapping[str, Any], family: str, positions: int) -> dict[str, Any]:
+    if family not in GEMMA_FAMILIES:
+        return {"rope_parameters": _rope_parameters(raw, family, positions)}
+    full, local = (
+        _rope_parameters(rope_of_kind(raw, kind), family, positions)
+        for kind in ("full_attention", "sliding_attention")
+    )
+    return {"rope_parameters": full, "local_rope_parameters": local}
 
 
 def _rope_parameters(raw: Mapping[str, Any], family: str, positions: int) -> RopeParameters:

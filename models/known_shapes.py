@@ -124,6 +124,35 @@ def _smollm2_135m() -> Fields:
     )
 
 
+def _gemma3(
+    hidden: int, ffn: int, layers: int, heads: tuple[int, int], *, window: int, factor: float
+) -> Fields:
+    """Text models; of those with eyes the decoder of text."""
+    return _fields(
+        model_type="gemma3_text",
+        vocab_size=262_144 if factor == 1.0 else 262_208,
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_hidden_layers=layers,
+        num_attention_heads=heads[0],
+        num_key_value_heads=heads[1],
+        head_dim=256,
+        tie_word_embeddings=True,
+        max_position_embeddings=32_768 if factor == 1.0 else 131_072,
+        qk_norm=True,
+        rope_parameters=RopeParameters(
+            rope_type="default" if factor == 1.0 else "linear", rope_theta=1e6, factor=factor
+        ),
+        local_rope_parameters=RopeParameters(rope_theta=1e4),
+        layer_windows=tuple(window if (layer + 1) % 6 else None for layer in range(layers)),
+        hidden_act="gelu_pytorch_tanh",
+        norms_add_one=True,
+        norms_after=True,
+        scale_embeddings=True,
+        query_pre_attn_scalar=256.0,
+    )
+
+
 def _mixture(*, experts: int, visited: int, width: int, **fields: Any) -> Fields:
     """The fields of a mixture of experts, among others."""
     return _fields(
@@ -262,6 +291,9 @@ KNOWN_SHAPES: dict[str, Callable[[], Fields]] = {
     "llama-3.2-1b": lambda: _llama3(2_048, 8_192, 16, 32, factor=32.0, tied=True),
     "llama-3.2-3b": lambda: _llama3(3_072, 8_192, 28, 24, factor=32.0, tied=True),
     "mistral-7b-v0.3": _mistral_7b,
+    "gemma-3-1b": lambda: _gemma3(1_152, 6_912, 26, (4, 1), window=512, factor=1.0),
+    "gemma-3-4b": lambda: _gemma3(2_560, 10_240, 34, (8, 4), window=1_024, factor=8.0),
+    "gemma-3-12b": lambda: _gemma3(3_840, 15_360, 48, (16, 8), window=1_024, factor=8.0),
     "tiny-moe": _tiny_moe,
     "olmoe-1b-7b": _olmoe,
     "qwen1.5-moe-a2.7b": _qwen15_moe,

@@ -8,6 +8,8 @@ Letters: B rows, T tokens, D hidden, F feed-forward, N query heads, K key-value 
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -22,15 +24,24 @@ from slidedp_jax.models.varying import vary_like
 
 
 class Embedding(nnx.Module):
-    """Rows of a [V, D] table by token id."""
+    """Rows of a [V, D] table by token id, times a number where the family has one."""
 
-    def __init__(self, vocab_size: int, width: int):
-        self.weight = nnx.Param(jnp.zeros((vocab_size, width), jnp.float32))
+    def __init__(self, config: ModelConfig):
+        shape = config.vocab_size, config.hidden_size
+        self.weight = nnx.Param(jnp.zeros(shape, jnp.float32))
+        self.scale = config.hidden_size**0.5 if config.scale_embeddings else None
 
-    def __call__(self, ids: jax.Array) -> jax.Array:
-        """int32 [B, T] -> [B, T, D]; an id outside the table gives NaN."""
+    def __call__(self, ids: jax.Array, scale_dtype: Any = None) -> jax.Array:
+        """int32 [B, T] -> [B, T, D]; an id outside the table gives NaN.
+
+        `scale_dtype` is what the scale is rounded to; None: the table's.
+        """
         weight = self.weight[...]
-        return _look_up(vary_like(weight, ids), ids)
+        rows = _look_up(vary_like(weight, ids), ids)
+        if self.scale is None:
+            return rows
+        scale = jnp.asarray(self.scale, rows.dtype if scale_dtype is None else scale_dtype)
+        return rows * scale.astype(rows.dtype)
 
 
 @jax.custom_vjp
@@ -69,9 +80,8 @@ class Attention(nnx.Module):
         self.v_proj = Linear(hidden, keys, has_bias=config.attention_bias)
         self.o_proj = Linear(queries, hidden, has_bias=config.attention_output_bias)
         normed = (head_dim, head_dim) if config.qk_norm_per_head else (queries, keys)
-        eps = config.rms_norm_eps
-        self.q_norm = RMSNorm(normed[0], eps=eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(normed[1], eps=eps) if config.qk_norm else None
+        self.q_norm = _norm(config, normed[0]) if config.qk_norm else None
+        self.k_norm = _norm(config, normed[1]) if config.qk_norm else None
         self.config = config
 
     def project(
@@ -95,6 +105,10 @@ class Attention(nnx.Module):
         q, k, v = q.reshape(heads), k.reshape(heads), v.reshape(heads)
         if per_head:
             q, k = self._normalised(q, k)
+        if self.config.query_pre_attn_scalar is not None:
+            # Attention divides by the root of H.
+            factor = (self.config.head_dim / self.config.query_pre_attn_scalar) ** 0.5
+            q = (q.astype(jnp.float32) * factor).astype(q.dtype)
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
     def _normalised(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -108,13 +122,20 @@ class Attention(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """Pre-norm attention and feed-forward block, each with a residual connection."""
+    """Pre-norm attention and feed-forward block, each with a residual connection.
+
+    Where a family normalises their results too, `post_attention_layernorm` is the norm after
+    attention; otherwise it is the one before the feed-forward block. Both are Hugging Face's names.
+    """
 
     def __init__(self, config: ModelConfig, *, sparse: bool):
         self.self_attn = Attention(config)
         self.mlp = SparseMLP(config) if sparse else MLP(config, config.intermediate_size)
-        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        hidden, after = config.hidden_size, config.norms_after
+        self.input_layernorm = _norm(config, hidden)
+        self.post_attention_layernorm = _norm(config, hidden)
+        self.pre_feedforward_layernorm = _norm(config, hidden) if after else None
+        self.post_feedforward_layernorm = _norm(config, hidden) if after else None
         self.config = config
 
     def __call__(
@@ -131,30 +152,48 @@ class DecoderLayer(nnx.Module):
         cos, sin = rotary_tables(self.config, batch["positions"], batch.get("segment_ids"))
         q, k, v = self.self_attn.project(self.input_layernorm(x), cos, sin)
         attended = attend(q, k, v, batch, window=window, implementation=attention)
-        return self.feed_forward(x + self.self_attn.merge_heads(attended))
+        return self.after_attention(x, attended)
 
-    def feed_forward(self, x: jax.Array) -> tuple[jax.Array, Routing | None]:
-        """The second half of the layer, [B, T, D] -> [B, T, D], and the routing in it."""
-        normed, routing = self.post_attention_layernorm(x), None
+    def after_attention(
+        self, x: jax.Array, attended: jax.Array
+    ) -> tuple[jax.Array, Routing | None]:
+        """The rest of the layer, [B, T, D], and the routing in it.
+
+        Args:
+          x: the layer's input, [B, T, D].
+          attended: what attention gave, [B, T, N, H].
+        """
+        merged = self.self_attn.merge_heads(attended)
+        if self.pre_feedforward_layernorm is None or self.post_feedforward_layernorm is None:
+            x = x + merged
+            y, routing = self._feed_forward(self.post_attention_layernorm(x))
+            return x + y, routing
+        x = x + self.post_attention_layernorm(merged)
+        y, routing = self._feed_forward(self.pre_feedforward_layernorm(x))
+        return x + self.post_feedforward_layernorm(y), routing
+
+    def _feed_forward(self, normed: jax.Array) -> tuple[jax.Array, Routing | None]:
         if isinstance(self.mlp, SparseMLP):
-            y, routing = self.mlp(normed)
-        else:
-            y = self.mlp(normed)
-        return x + y, routing
+            return self.mlp(normed)
+        return self.mlp(normed), None
 
 
-class _Norm(nnx.Module):
+def _norm(config: ModelConfig, width: int) -> RMSNorm:
+    return RMSNorm(width, eps=config.rms_norm_eps, add_one=config.norms_add_one)
+
+
+class _FinalNorm(nnx.Module):
     """The final norm at its path."""
 
     def __init__(self, config: ModelConfig):
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = _norm(config, config.hidden_size)
 
 
 class Head(nnx.Module):
     """Final norm and, untied, the output projection, at their Hugging Face paths."""
 
     def __init__(self, config: ModelConfig):
-        self.model = _Norm(config)
+        self.model = _FinalNorm(config)
         tied = config.tie_word_embeddings
         self.lm_head = (
             None if tied else Linear(config.hidden_size, config.vocab_size, has_bias=False)

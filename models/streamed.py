@@ -94,6 +94,9 @@ def _num_parameters(shapes: Any) -> int:
 Cache = Any
 """Pytree of arrays that one layer keeps while rows grow, each with leading dimension B."""
 
+EmbedFn = Callable[[Params, Batch], jax.Array]
+"""(embed params, batch) -> x [B, T, D]."""
+
 HeadLossFn = Callable[[Params, Params | None, jax.Array, Batch], jax.Array]
 """(head params, embed params or None, x, batch) -> float32 scalar, the *sum* of token losses."""
 
@@ -149,6 +152,8 @@ class StreamedModel:
       vocab_size: number of token ids that the embedding accepts.
       initial_value: (full parameter name, shape, seed) -> float32 array, for training from scratch;
         depends on nothing else, so chunking and device count do not change it.
+      embed_for: (compute dtype) -> `embed_fn` with the constants that it has in that dtype, given
+        weights in float32, at which it is differentiated; None: it has no constants.
       head_loss_for: (loss_chunk_tokens) -> the same loss that holds the logits of so many tokens at
         once, which is what a strategy decides; None: the loss is as it is, and no strategy has a
         say in it.
@@ -168,13 +173,14 @@ class StreamedModel:
     embed: Stage
     layers: tuple[Stage, ...]
     head: Stage
-    embed_fn: Callable[[Params, Batch], jax.Array]
+    embed_fn: EmbedFn
     layer_fns: tuple[LayerFn, ...]
     head_loss_fn: HeadLossFn
     head_logits_fn: Callable[[Params, Params | None, jax.Array], jax.Array]
     tied: bool
     vocab_size: int
     initial_value: Callable[[str, tuple[int, ...], int], np.ndarray]
+    embed_for: Callable[[Any], EmbedFn] | None = None
     head_loss_for: Callable[[int], HeadLossFn] | None = None
     loss_of_sums: LossOfSums | None = None
     cached: CachedForm | None = None

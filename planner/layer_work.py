@@ -60,6 +60,8 @@ def layer_work(config: ModelConfig, kind: LayerKind) -> StageWork:
     ffn = _experts(config) if kind.sparse else _dense(config, config.intermediate_size)
     unvisited = config.num_unvisited_expert_parameters if kind.sparse else 0
     heads = 2 * queries + 2 * keys
+    # Norms after attention and feed-forward read the results of both.
+    after = 2 * hidden if config.norms_after else 0
     return StageWork(
         name="model.layers",
         group_parameters=parameter_groups(shapes),
@@ -69,13 +71,13 @@ def layer_work(config: ModelConfig, kind: LayerKind) -> StageWork:
         attention_heads=config.num_attention_heads,
         attention_head_dim=config.head_dim,
         window=kind.window,
-        residual_elements=int(4 * hidden + before_norm + heads + ffn.residual),
-        kept_elements=int(heads + hidden + ffn.kept + 2 * config.num_attention_heads),
+        residual_elements=int(4 * hidden + after + before_norm + heads + ffn.residual),
+        kept_elements=int(heads + hidden + after // 2 + ffn.kept + 2 * config.num_attention_heads),
         decided_elements=ffn.decided,
         forward_workspace_elements=int(2 * hidden + max(ffn.forward, heads)),
         backward_workspace_elements=int(2 * hidden + max(ffn.backward, heads)),
-        elementwise_elements=int(10 * hidden + 2 * before_norm + ffn.elementwise),
-        last_matmul_parameters=ffn.last_product,
+        elementwise_elements=int(10 * hidden + 2 * after + 2 * before_norm + ffn.elementwise),
+        last_matmul_parameters=0 if config.norms_after else ffn.last_product,
     )
 
 

@@ -320,11 +320,13 @@ class ComputePrograms:
 
     def _embed_gradients(self, embed: Any, batch: Any, dx: jax.Array) -> Any:
         """Rows that occur often add up in fp32: the lookup is differentiated at fp32 weights."""
+        embed_for = self._model.embed_for
+        embed_fn = self._model.embed_fn if embed_for is None else embed_for(self.compute_dtype)
         wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), embed)
         (chosen,), (frozen,) = choose((wide,), self._embed_trained)
 
         def lookup(chosen: Any) -> jax.Array:
-            return self._model.embed_fn(merge(chosen, frozen), batch).astype(dx.dtype)
+            return embed_fn(merge(chosen, frozen), batch).astype(dx.dtype)
 
         return jax.vjp(lookup, chosen)[1](dx)[0]
 

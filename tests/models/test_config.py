@@ -23,6 +23,7 @@ PUBLISHED_COUNTS = {
     "llama-3.1-70b": 70_553_706_496,
     "llama-3.2-1b": 1_235_814_400,
     "mistral-7b-v0.3": 7_248_023_552,
+    "gemma-3-1b": 999_885_952,
     "olmoe-1b-7b": 6_919_161_856,
     "qwen1.5-moe-a2.7b": 14_315_784_192,
     "qwen3-30b-a3b": 30_532_122_624,
@@ -103,7 +104,7 @@ def test_every_bias_flag_adds_its_parameters():
     [
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple"),
         ({"head_dim": 15}, "head_dim is 15"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: 'silu'"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: 'silu', 'gelu_pytorch_tanh'"),
         ({"layer_windows": (None, 8)}, "2 entries for 4 layers"),
         ({"layer_windows": (0,) * 4}, "a window is at least 1"),
         ({"vocab_size": 0}, "vocab_size is 0"),

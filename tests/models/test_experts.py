@@ -133,28 +133,3 @@ def test_choices_and_weights_are_named():
     batch = plain_model.rows_batch(np.zeros((2, 5)))
     program = jax.make_jaxpr(lambda t: plain_model.loss(model, t, batch))(trees)
     assert named_bytes(program, DECIDED) == 4 * (2 * 5) * 2 * (4 + 4)
-
-
-def test_generated_logits_are_those_of_a_whole_pass():
-    config = TWO_LAYERS
-    model = build(config)
-    trees = plain_model.model_arrays(model, values_of(config))
-    ids = np.random.default_rng(5).integers(0, config.vocab_size, (2, 8)).astype(np.int32)
-    whole = plain_model.rows_batch(ids)
-    prompt = plain_model.rows_batch(ids[:, :7])
-
-    @plain_model.quick_jit
-    def passes(trees):
-        x = plain_model.hidden_states(model, trees, whole)
-        after = model.embed_fn(trees["embed"], prompt)
-        token = model.embed_fn(trees["embed"], {"input_ids": whole["input_ids"][:, 7:]})
-        last, cached = {"positions": jnp.full((2, 1), 7, jnp.int32)}, model.cached
-        for number, params in enumerate(trees["layers"]):
-            empty = cached.init_cache(2, 8, jnp.float32)
-            after, cache = cached.prefill_fns[number](params, after, prompt, empty)
-            token, _ = cached.decode_fns[number](params, token, last, cache)
-        return x, after, token
-
-    x, after, token = passes(trees)
-    np.testing.assert_allclose(after, x[:, :7], rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(token, x[:, 7:], rtol=1e-4, atol=1e-4)

@@ -302,6 +302,84 @@ def test_experts_that_are_not_supported_are_refused_by_name(raw, message):
         parse_config(raw)
 
 
+# As published for google/gemma-3-1b-it, with other sizes.
+GEMMA = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "head_dim": 32,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "max_position_embeddings": 512,
+    "model_type": "gemma3_text",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 7,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 16,
+    "sliding_window_pattern": 6,
+    "vocab_size": 272,
+}
+NEW_GEMMA = without(GEMMA, "rope_local_base_freq", "rope_theta", "sliding_window_pattern") | {
+    "layer_types": ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 1000000},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000},
+    },
+}
+
+
+def test_every_field_of_a_gemma_in_both_layouts():
+    assert parse_config(GEMMA) == ModelConfig(
+        model_type="gemma3_text",
+        vocab_size=272,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=7,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=32,
+        tie_word_embeddings=True,
+        max_position_embeddings=512,
+        qk_norm=True,
+        rope_parameters=RopeParameters(rope_theta=1e6),
+        local_rope_parameters=RopeParameters(rope_theta=1e4),
+        layer_windows=(16,) * 5 + (None, 16),
+        hidden_act="gelu_pytorch_tanh",
+        norms_add_one=True,
+        norms_after=True,
+        scale_embeddings=True,
+        query_pre_attn_scalar=256.0,
+    )
+    assert parse_config(NEW_GEMMA) == parse_config(GEMMA)
+    scaled = parse_config(GEMMA | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}})
+    assert scaled.rope_parameters == RopeParameters(rope_type="linear", rope_theta=1e6, factor=8.0)
+    assert scaled.local_rope_parameters == RopeParameters()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping to 50.0"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping to 30.0"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"hidden_activation": "gelu"}, "hidden_act is 'gelu'"),
+        ({"layer_types": ["full_attention"]}, "1 layer_types"),
+        ({"model_type": "gemma3", "architectures": None}, "'gemma3', which is not supported"),
+    ],
+)
+def test_other_gemmas_are_refused_by_name(change, message):
+    with pytest.raises(ValueError, match=message):
+        parse_config(GEMMA | change)
+
+
 def test_files_that_cannot_be_read_are_named(tmp_path):
     (tmp_path / "export").mkdir()
     (tmp_path / "export" / "config.json").write_text("{}")

@@ -102,6 +102,17 @@ CASES = {
     ),
     "qwen2_moe": ("Qwen2Moe", EXPERTS | {"shared_expert_intermediate_size": 48}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": 9} | rope("default")),
+    "gemma3": (
+        "Gemma3Text",
+        {"head_dim": 32, "sliding_window": 9, "query_pre_attn_scalar": 24, "num_hidden_layers": 3}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        | {
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5},
+            }
+        },
+    ),
     "olmoe-clipped": (
         "Olmoe",
         {"num_experts": 6, "num_experts_per_tok": 2, "clip_qkv": 0.5} | rope("default"),
@@ -114,11 +125,12 @@ def reference_model(family, changes):
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**(SHAPES | changes))
     config._attn_implementation = "eager"
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    name = family.removesuffix("Text")
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
-                parameter.normal_(1.0, 0.2)
+                parameter.normal_(0.0 if family == "Gemma3Text" else 1.0, 0.2)
             elif name.endswith(".bias"):
                 parameter.normal_(0.0, 0.5)
             else:
@@ -174,7 +186,7 @@ def test_logits_and_every_gradient_equal_transformers(tmp_path, case):
 
 
 @pytest.mark.parametrize(
-    "case", ["qwen2", "qwen3-tied", "llama-bias-dynamic", "qwen2_moe", "mixtral"]
+    "case", ["qwen2", "qwen3-tied", "llama-bias-dynamic", "qwen2_moe", "mixtral", "gemma3"]
 )
 def test_round_trip_loads_in_transformers_bit_for_bit(tmp_path, case):
     model = reference_model(*CASES[case])
