@@ -19,14 +19,15 @@ from flax import nnx
 from slidedp_jax.models import cached_layers
 from slidedp_jax.models.attention import (
     IMPLEMENTATIONS,
-    ComputeTarget,
     device_target,
     resolve_attention,
     row_layout,
 )
+from slidedp_jax.models.compute_target import ComputeTarget
 from slidedp_jax.models.config import ModelConfig
 from slidedp_jax.models.layers import DecoderLayer, Embedding, Head
 from slidedp_jax.models.loss import cross_entropy_sum, project_to_vocab
+from slidedp_jax.models.product_forms import REQUESTS, Forms, resolve_forms
 from slidedp_jax.models.router_losses import (
     RouterLosses,
     counted_tokens,
@@ -55,6 +56,7 @@ def build(
     attention: str = "auto",
     target: ComputeTarget | None = None,
     router_losses: RouterLosses | None = None,
+    expert_products: str = "auto",
 ) -> StreamedModel:
     """A decoder as the runtime sees it.
 
@@ -67,22 +69,36 @@ def build(
         decides when a layer is traced.
       target: where the functions will run; None means like the first JAX device.
       router_losses: of a mixture of experts; None: what its configuration turns on.
+      expert_products: `auto` or a form of `models.product_forms`, which decides when a layer is
+        traced.
 
     Raises:
-      ValueError: `attention` is unknown, or, while tracing, cannot run; or a dense model is given
-        router losses.
+      ValueError: `attention` or `expert_products` is unknown, or, while tracing, cannot run; or a
+        dense model is given router losses.
     """
     if attention not in IMPLEMENTATIONS:
         raise ValueError(
             f"attention is {attention!r}; supported: {', '.join(map(repr, IMPLEMENTATIONS))}."
+        )
+    if expert_products not in REQUESTS:
+        raise ValueError(
+            f"expert_products is {expert_products!r}; supported: {', '.join(map(repr, REQUESTS))}."
         )
     if router_losses is None:
         router_losses = RouterLosses(load_balance=config.router_aux_loss_coef)
     elif not config.num_experts:
         raise ValueError("The model has no experts, so there are no router losses; drop them.")
     embedding = _Abstract(lambda: Embedding(config))
+    forms = partial(_resolve_forms, expert_products, target)
     layers = {
-        kind: _Abstract(partial(DecoderLayer, config.of_layer(kind), sparse=kind.sparse))
+        kind: _Abstract(
+            partial(
+                DecoderLayer,
+                config.of_layer(kind),
+                sparse=kind.sparse,
+                resolve_forms=forms,
+            )
+        )
         for kind in set(config.layer_kinds)
     }
     head = _Abstract(lambda: Head(config))
@@ -239,6 +255,11 @@ def _attention_kernel(
         head_dim=config.head_dim,
         rows=row_layout(batch),
     ).name
+
+
+def _resolve_forms(requested: str, target: ComputeTarget | None, **shape: Any) -> Forms:
+    target = target or device_target(jax.devices()[0])
+    return resolve_forms(requested, target=target, **shape)
 
 
 def _head_loss(

@@ -10,6 +10,7 @@ of visits (`models.expert_groups`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -30,6 +31,15 @@ from slidedp_jax.models.expert_groups import (
 )
 from slidedp_jax.models.grouped_products import grouped_product
 from slidedp_jax.models.named_results import PRODUCTS, decided
+from slidedp_jax.models.product_forms import PORTABLE, Forms
+
+ResolveForms = Callable[..., Forms]
+"""(dtype, rows, experts, columns) -> forms, as `models.product_forms.resolve_forms` takes them."""
+
+
+def always_portable(**_: object) -> Forms:
+    """The realisation that runs everywhere."""
+    return PORTABLE
 
 
 class Routing(NamedTuple):
@@ -59,20 +69,31 @@ class Experts(nnx.Module):
         self.down_proj = nnx.Param(jnp.zeros((experts, config.hidden_size, ffn), jnp.float32))
         self.hidden_act = config.hidden_act
 
-    def __call__(self, x: jax.Array, routing: Routing) -> jax.Array:
-        """Sums of the chosen experts' results by weight, [B, T, D] -> [B, T, D]."""
+    def __call__(self, x: jax.Array, routing: Routing, resolve: ResolveForms) -> jax.Array:
+        """Sums of the chosen experts' results by weight, [B, T, D] -> [B, T, D].
+
+        Args:
+          x: [B, T, D].
+          routing: of its tokens.
+          resolve: says which realisations the products have.
+        """
         experts, num_chosen = self.down_proj.shape[0], routing.chosen.shape[-1]
         chosen = routing.chosen.reshape(-1, num_chosen)
-        block = block_rows(chosen.size, experts)
+        first, last = (
+            resolve(dtype=x.dtype.name, rows=chosen.size, experts=experts, columns=w.shape[1:])
+            for w in (self.gate_up_proj, self.down_proj)
+        )
+        in_blocks = "portable" in (*first, *last)
+        block = block_rows(chosen.size, experts) if in_blocks else 1
         groups = group_visits(chosen, experts, block)
         weights = of_rows(routing.weights.reshape(-1, num_chosen), groups)
 
         product = partial(grouped_product, sizes=groups.sizes, block=block)
         rows = dispatch(x.reshape(-1, x.shape[-1]), groups)
-        gate_up = checkpoint_name(product(rows, self.gate_up_proj[...]), PRODUCTS)
+        gate_up = checkpoint_name(product(rows, self.gate_up_proj[...], forms=first), PRODUCTS)
         gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
         inner = activation(self.hidden_act, gate) * up * weights[:, None]
-        y = collect(product(inner.astype(x.dtype), self.down_proj[...]), groups)
+        y = collect(product(inner.astype(x.dtype), self.down_proj[...], forms=last), groups)
         # One row per token is kept where a result has to be, not one per visit.
         named: jax.Array = checkpoint_name(y.reshape(x.shape), PRODUCTS)
         return named
@@ -89,10 +110,12 @@ class SparseMLP(nnx.Module):
         self.shared_expert_gate = Linear(hidden, 1, has_bias=False) if shared else None
         self.config = config
 
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, Routing]:
+    def __call__(
+        self, x: jax.Array, resolve: ResolveForms = always_portable
+    ) -> tuple[jax.Array, Routing]:
         """[B, T, D] -> [B, T, D], and how its tokens were routed."""
         routing = self.route(x)
-        y = self.experts(x, routing)
+        y = self.experts(x, routing, resolve)
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             y = y + jax.nn.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
         return y, routing

@@ -17,7 +17,7 @@ from flax import nnx
 from slidedp_jax.models.attention import attend
 from slidedp_jax.models.config import ModelConfig
 from slidedp_jax.models.dense import MLP, Linear, RMSNorm
-from slidedp_jax.models.experts import Routing, SparseMLP
+from slidedp_jax.models.experts import ResolveForms, Routing, SparseMLP, always_portable
 from slidedp_jax.models.rope import rotary_tables, rotate
 from slidedp_jax.models.streamed import Batch
 from slidedp_jax.models.varying import vary_like
@@ -128,7 +128,13 @@ class DecoderLayer(nnx.Module):
     attention; otherwise it is the one before the feed-forward block. Both are Hugging Face's names.
     """
 
-    def __init__(self, config: ModelConfig, *, sparse: bool):
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        sparse: bool,
+        resolve_forms: ResolveForms = always_portable,
+    ):
         self.self_attn = Attention(config)
         self.mlp = SparseMLP(config) if sparse else MLP(config, config.intermediate_size)
         hidden, after = config.hidden_size, config.norms_after
@@ -137,6 +143,7 @@ class DecoderLayer(nnx.Module):
         self.pre_feedforward_layernorm = _norm(config, hidden) if after else None
         self.post_feedforward_layernorm = _norm(config, hidden) if after else None
         self.config = config
+        self.resolve_forms = resolve_forms
 
     def __call__(
         self, x: jax.Array, batch: Batch, *, window: int | None, attention: str
@@ -174,7 +181,7 @@ class DecoderLayer(nnx.Module):
 
     def _feed_forward(self, normed: jax.Array) -> tuple[jax.Array, Routing | None]:
         if isinstance(self.mlp, SparseMLP):
-            return self.mlp(normed)
+            return self.mlp(normed, self.resolve_forms)
         return self.mlp(normed), None
 
 

@@ -65,6 +65,7 @@ class Pretrained:
         *,
         router_aux_loss_coef: float | None = None,
         router_z_loss_coef: float = 0.0,
+        expert_products: str = "auto",
     ) -> StreamedModel:
         """The decoder, for `Trainer`.
 
@@ -73,6 +74,7 @@ class Pretrained:
           router_aux_loss_coef: of a mixture's load-balance loss (`models.router_losses`), 0 for
             none; None: as config.json has it, where `output_router_logits` turns it on.
           router_z_loss_coef: of the z-loss.
+          expert_products: `auto` or one of `models.product_forms`.
 
         Raises:
           UserError: a coefficient is given for a model without experts.
@@ -87,7 +89,12 @@ class Pretrained:
         if router_aux_loss_coef is None:
             router_aux_loss_coef = self.config.router_aux_loss_coef
         losses = RouterLosses(load_balance=router_aux_loss_coef, z=router_z_loss_coef)
-        return build(self.config, attention=attention, router_losses=losses)
+        return build(
+            self.config,
+            attention=attention,
+            router_losses=losses,
+            expert_products=expert_products,
+        )
 
     def check_router_losses(
         self, router_aux_loss_coef: float | None, router_z_loss_coef: float

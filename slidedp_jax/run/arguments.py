@@ -52,6 +52,9 @@ class TrainArguments:
     attention: Literal["auto", "cudnn", "chunked"] = _setting(
         "model", "auto, cudnn or chunked", "auto"
     )
+    expert_products: Literal["auto", "portable", "ragged_dot", "mosaic", "triton"] = _setting(
+        "model", "kernels of experts; auto: by what was measured on such a device", "auto"
+    )
     dtype: Literal["bfloat16", "float32"] = _setting(
         "model", "of forward and backward; master weights are always float32", "bfloat16"
     )

@@ -36,6 +36,7 @@ MAY_CHANGE = frozenset(
         "hardware",
         "dry_run",
         "attention",
+        "expert_products",
         "per_device_train_batch_size",
         "gradient_accumulation_steps",
         "save_steps",

@@ -6,7 +6,7 @@ import pytest
 from runs import metrics, write_rows
 
 from slidedp_jax.models import attention
-from slidedp_jax.models.attention import ComputeTarget
+from slidedp_jax.models.compute_target import ComputeTarget
 from slidedp_jax.step.pipeline import Pipeline
 from slidedp_jax.train import main
 
