@@ -24,9 +24,11 @@ from streamed_training import (
     trainer,
 )
 
+from slidedp_jax import TO_BE_RESTORED
 from slidedp_jax.models import decoder, experts
 from slidedp_jax.models.named_results import decided
 from slidedp_jax.models.router_losses import RouterLosses
+from slidedp_jax.state.freezing import frozen_names
 
 ROWS, TOKENS, STEPS, RATE = 12, 12, 3, 1e-3
 OPTIMIZER = optax.adamw(RATE, eps=1e-5, weight_decay=0.1)
@@ -232,3 +234,63 @@ def test_without_router_losses_there_are_figures_alone():
 def test_dense_models_have_no_router_losses():
     with pytest.raises(ValueError, match="no experts, so there are no router losses"):
         decoder.build(small_config(), router_losses=LOSSES)
+
+
+def test_where_the_state_lies_changes_no_bit():
+    """The lowest chunks' experts, routers and moments on the devices, the top ones' results too."""
+    changes = {"devices": 2, "micro": 1, "update_policy": "deferred"}
+    on_host = run(**changes)
+    assert_bitwise_equal(run(resident_chunks=3, **changes), on_host)
+
+
+FREEZING = {
+    "routers": ["*.mlp.gate.weight"],
+    "experts": ["*.mlp.experts.*"],
+    "below": ["model.embed_tokens.*", "model.layers.[01].*"],
+}
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["routers", *(pytest.param(w, marks=pytest.mark.thorough) for w in ("experts", "below"))],
+)
+def test_frozen_parts_are_as_in_plain_optax(what):
+    frozen = frozen_names(CONFIG.parameter_shapes(), FREEZING[what])
+    labels = {name: "frozen" if name in frozen else "trained" for name in CONFIG.parameter_shapes()}
+    trained = optax.chain(optax.clip_by_global_norm(CLIP), OPTIMIZER)
+    plain = optax.multi_transform({"trained": trained, "frozen": optax.set_to_zero()}, labels)
+    parameters = initial_parameters(CONFIG)
+    losses, _, expected, _ = train_plainly(CONFIG, parameters, plain, batches(), LOSSES.z)
+    got = run(devices=2, micro=2, frozen=FREEZING[what])
+    np.testing.assert_allclose(got.losses, losses, rtol=2e-6)
+    for name, values in expected.items():
+        if name in frozen:
+            np.testing.assert_array_equal(got.parameters[name], parameters[name], err_msg=name)
+        np.testing.assert_allclose(
+            got.parameters[name], values, rtol=0, atol=0.01 * RATE, err_msg=name
+        )
+
+
+@pytest.mark.thorough
+def test_a_checkpoint_goes_on_as_if_nothing_had_been(tmp_path):
+    """Saved on two devices: the same bits on two, the same training on three with other chunks."""
+    with one_trainer() as it:
+        it.step(batches()[0])
+        it.save(tmp_path)
+        it.step(batches()[1])
+        expected = it.parameters()
+    with one_trainer(parameters=TO_BE_RESTORED) as it:
+        it.restore(tmp_path)
+        it.step(batches()[1])
+        again = it.parameters()
+    assert all(again[name].tobytes() == values.tobytes() for name, values in expected.items())
+    plan = strategy(
+        layers_per_chunk=3, rows_per_microbatch=2, num_microbatches=2, num_host_devices=6
+    )
+    options = {"parameters": TO_BE_RESTORED, "num_devices": 3}
+    with trainer(CONFIG, OPTIMIZER, plan, LOSSES, **options) as it:
+        it.restore(tmp_path)
+        it.step(batches()[1])
+        elsewhere = it.parameters()
+    for name, values in expected.items():
+        np.testing.assert_allclose(elsewhere[name], values, rtol=0, atol=0.01 * RATE, err_msg=name)
