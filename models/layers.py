@@ -94,27 +94,25 @@ class Attention(nnx.Module):
           cos: float32 [B, T, H / 2] of `models.rope.rotary_tables`.
           sin: float32 [B, T, H / 2].
         """
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        per_head = self.config.qk_norm_per_head
-        if not per_head:
-            q, k = self._normalised(q, k)
-        if self.config.clip_qkv is not None:
-            limit = self.config.clip_qkv
-            q, k, v = (jnp.clip(value, -limit, limit) for value in (q, k, v))
-        heads = (*x.shape[:2], -1, self.config.head_dim)
-        q, k, v = q.reshape(heads), k.reshape(heads), v.reshape(heads)
-        if per_head:
-            q, k = self._normalised(q, k)
+        q = self._heads(self.q_proj, self.q_norm, x)
+        k = self._heads(self.k_proj, self.k_norm, x)
+        v = self._heads(self.v_proj, None, x)
+        if self.q_norm is not None and self.k_norm is not None and self.config.qk_norm_per_head:
+            q, k = self.q_norm(q), self.k_norm(k)
         if self.config.query_pre_attn_scalar is not None:
             # Attention divides by the root of H.
             factor = (self.config.head_dim / self.config.query_pre_attn_scalar) ** 0.5
             q = (q.astype(jnp.float32) * factor).astype(q.dtype)
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
-    def _normalised(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
-        if self.q_norm is None or self.k_norm is None:
-            return q, k
-        return self.q_norm(q), self.k_norm(k)
+    def _heads(self, project: Linear, norm: RMSNorm | None, x: jax.Array) -> jax.Array:
+        """One projection in heads, with what is done to all heads of a token at once."""
+        config, y = self.config, project(x)
+        if norm is not None and not config.qk_norm_per_head:
+            y = norm(y)
+        if config.clip_qkv is not None:
+            y = jnp.clip(y, -config.clip_qkv, config.clip_qkv)
+        return y.reshape(*x.shape[:2], -1, config.head_dim)
 
     def merge_heads(self, attended: jax.Array) -> jax.Array:
         """[B, T, N, H] -> [B, T, D] through the output projection."""
