@@ -63,7 +63,11 @@ def run(
     ("resident", "case"),
     [
         ((1,), {"num_devices": 3, "rows_per_microbatch": 1, "weight_route": "shard_all_gather"}),
-        ((2, CHUNKS), {"num_devices": 2, "policy": "eager", "tied": True}),
+        pytest.param(
+            (2, CHUNKS),
+            {"num_devices": 2, "policy": "eager", "tied": True},
+            marks=pytest.mark.thorough,
+        ),
         pytest.param(
             (3,),
             {"policy": "eager", "kept_chunks": 2, "layers_per_chunk": 3},

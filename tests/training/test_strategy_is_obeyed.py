@@ -25,10 +25,13 @@ BASE = strategy(rows_per_microbatch=1, num_microbatches=2, num_host_devices=2)
 
 CHANGES = [
     {
+        "layers_per_chunk": 2,
         "rows_per_microbatch": 2,
         "weight_route": "shard_all_gather",
         "kept_chunks": 2,
+        "resident_chunks": 2,
         "loss_chunk_tokens": 7,
+        "num_host_devices": 4,
         "block_size": 128,
     },
     {
@@ -38,7 +41,6 @@ CHANGES = [
         "prefetch_depth": 2,
         "compute_dtype": "bfloat16",
     },
-    {"layers_per_chunk": 2, "resident_chunks": 3, "num_host_devices": 4},
 ]
 """Each field once. All of them are seen in every run, so several may change at a time."""
 
