@@ -33,7 +33,7 @@ from slidedp_jax.planner.optimizers import (
 from slidedp_jax.planner.report import Completion, limit_as_dict, plan_as_dict, plan_as_text
 from slidedp_jax.planner.search import Plan, plan
 from slidedp_jax.planner.stated_machine import Stated, host_line, machine
-from slidedp_jax.planner.ways_out import fewer_rows, leaner_optimizers
+from slidedp_jax.planner.ways_out import fewer_rows, halves, leaner_optimizers
 from slidedp_jax.planner.workload import BatchShape, Workload
 from slidedp_jax.wording import counted, short_count
 
@@ -188,11 +188,12 @@ def _does_not_fit(request: _Request, error: PlanError) -> int:
     ways: list[str] = []
     if "host memory" in limits and request.optimizer is not None:
         ways += leaner_optimizers(request.optimizer, lambda name: request.plan(optimizer=name))
-    if "device memory" in limits:
-        rows = args.tokens_per_step // args.seq_length
-        ways += fewer_rows(
-            rows, args.num_devices, args.seq_length, lambda n: request.plan(num_rows=n)
-        )
+    steps = [
+        (rows, f"--tokens_per_step {rows * args.seq_length}")
+        for rows in halves(args.tokens_per_step // args.seq_length, args.num_devices)
+    ]
+    if limits:
+        ways += fewer_rows(steps, args.seq_length, lambda rows: request.plan(num_rows=rows))
     line = host_line(request.hardware, request.assumed)
     if args.json:
         found = {
