@@ -19,12 +19,14 @@ from typing import TYPE_CHECKING, Any, final
 import jax
 import numpy as np
 
+from slidedp_jax.command_parser import CommandParser
 from slidedp_jax.errors import UserError
 from slidedp_jax.models.batch_arrays import document_offsets
 from slidedp_jax.models.config import ModelConfig
 from slidedp_jax.models.streamed import CachedForm
 from slidedp_jax.planner.hardware import ComputeDtype
 from slidedp_jax.planner.strategy import Strategy
+from slidedp_jax.wording import say_error
 
 if TYPE_CHECKING:
     from slidedp_jax.data import Tokenizer
@@ -249,20 +251,19 @@ def _check_finite(logits: np.ndarray, row: int, position: int) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code: 0, or 2 when something is wrong with the request."""
-    args = _parser().parse_args(argv)
+    args = _parser().parse_whole(sys.argv[1:] if argv is None else argv)
     try:
         for text in _complete(args):
             print(text)
     except (UserError, ValueError, FileNotFoundError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(error)
         return 2
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m slidedp_jax.generate",
-        allow_abbrev=False,
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        prog="slidedp generate",
         description="Complete prompts with a Hugging Face model folder, its weights streamed from "
         "host memory. Flags may be written with hyphens or underscores.",
     )

@@ -16,6 +16,7 @@ from typing import TextIO
 
 import numpy as np
 
+from slidedp_jax.command_parser import WRONG_COMMAND, CommandParser
 from slidedp_jax.data import (
     DataReport,
     Examples,
@@ -30,11 +31,12 @@ from slidedp_jax.data.preview import SHORT
 from slidedp_jax.errors import UserError
 from slidedp_jax.models.hf_config import read_config
 from slidedp_jax.models.hf_hub import resolve_model_folder
-from slidedp_jax.run.arguments import FIELDS, TrainArguments, help_lines, parse_arguments
+from slidedp_jax.run.arguments import FIELDS, TrainArguments, parse_arguments
 from slidedp_jax.run.data_settings import example_settings
-from slidedp_jax.wording import counted
+from slidedp_jax.run.settings_help import help_lines
+from slidedp_jax.wording import columns_of, counted, say_error, wrapped
 
-FAILED, WRONG_COMMAND = 1, 2
+FAILED = 1
 
 _NOT_ABOUT_ROWS = ("shuffle", "data_seed")
 DATA_FLAGS = (
@@ -59,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parse_arguments(rest, defaults={"output_dir": ""})
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(error)
         return WRONG_COMMAND
     if hasattr(sys.stdout, "reconfigure"):  # a terminal may lack characters that rows have
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -69,19 +71,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(error)
         return FAILED
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="slidedp preview",
         usage="slidedp preview [--config FILE.yaml] --name value ...",
         description="Print what becomes of the rows of a training command, and examples of them "
         "with what is learnt marked.",
         add_help=False,
-        allow_abbrev=False,
     )
     group = parser.add_argument_group("preview")
     group.add_argument(
@@ -117,8 +118,8 @@ def _show(args: TrainArguments, own: argparse.Namespace) -> None:
     indices = list(range(min(own.num_examples, len(examples))))
     if own.rows is not None:
         indices = _examples_of(own.rows, examples, report)
-    print(report)
-    print(packing_line(examples, args.max_seq_length))
+    columns = columns_of(sys.stdout)
+    print(wrapped(f"{report}\n{packing_line(examples, args.max_seq_length)}", columns))
     for index in indices:
         print()
         text = preview(examples, tokenizer, index, colour=colour, run_tokens=run_tokens)
@@ -135,7 +136,13 @@ def _show(args: TrainArguments, own: argparse.Namespace) -> None:
         print("\nfor evaluation")
         print(
             account(
-                held_out, report, tokenizer, indices=shown, colour=colour, run_tokens=run_tokens
+                held_out,
+                report,
+                tokenizer,
+                indices=shown,
+                colour=colour,
+                run_tokens=run_tokens,
+                columns=columns,
             )
         )
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import slidedp_jax
 from slidedp_jax.errors import UserError
 from slidedp_jax.interrupts import StopAtSignal
+from slidedp_jax.wording import columns_of, say_error
 
 if TYPE_CHECKING:
     from slidedp_jax.process import ProcessSetup
@@ -26,9 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0 done, 1 failed, 2 wrong command."""
     argv = sys.argv[1:] if argv is None else list(argv)
     if not argv or "--help" in argv or "-h" in argv:
-        from slidedp_jax.run.arguments import help_text
+        from slidedp_jax.run.settings_help import help_text
 
-        print(help_text())
+        print(help_text(columns_of(sys.stdout) or 80))
         return 0 if argv else EXIT_USAGE
     with StopAtSignal() as stop:
         return _run(argv, stop)
@@ -40,12 +41,12 @@ def _run(argv: Sequence[str], stop: StopAtSignal) -> int:
     try:
         args = parse_arguments(argv)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(error)
         return EXIT_USAGE
     try:
         return train(args, stop)
     except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(error)
         if error.__cause__ is not None and not isinstance(error, UserError):
             raise
         return EXIT_FAILED

@@ -11,10 +11,9 @@ The plan in full and the report on the data are printed by `--dry_run` and `--ve
 
 from __future__ import annotations
 
+import functools
 import pathlib
-import shutil
 import sys
-import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -28,7 +27,7 @@ from slidedp_jax.run.arguments import TrainArguments
 from slidedp_jax.run.checks import RunInputs, epochs_note, frozen_note
 from slidedp_jax.run.disk import RunDisk
 from slidedp_jax.run.time_text import duration
-from slidedp_jax.wording import counted, short_count
+from slidedp_jax.wording import columns_of, counted, short_count, wrapped
 
 _LABEL = 9
 """Columns of a line's name."""
@@ -56,35 +55,21 @@ def opening(
       notes: for the user, on the folder and the settings.
       whole: the plan in full as well (the data's report, `data_details`, comes before planning).
     """
-    columns = None
-    if sys.stdout.isatty():
-        columns = shutil.get_terminal_size().columns
-    sections = [f"{plan_as_text(plan)}\n{disk}\n"] if whole else []
+    columns = columns_of(sys.stdout)
+    sections = [wrapped(f"{plan_as_text(plan)}\n{disk}\n", columns)] if whole else []
     sections.append(overview_text(overview(args, inputs, plan, disk), columns))
     if not whole:  # else they are in the details
         notes = [*_data_notes(inputs), *notes, *plan_notes(plan)]
-    return "\n".join([*sections, *(_broken(f"note: {note}", columns, 6) for note in notes)])
-
-
-def _broken(line: str, columns: int | None, indent: int) -> str:
-    """A line broken between words to fit, paths left whole."""
-    if columns is None:
-        return line
-    return textwrap.fill(
-        line,
-        columns,
-        subsequent_indent=" " * indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    return "\n".join([*sections, *(wrapped(f"note: {note}", columns, 6) for note in notes)])
 
 
 def data_details(inputs: RunInputs) -> str:
     """What became of all rows, those for evaluation included, and the first as it is learnt."""
     tokenizer = inputs.pretrained.tokenizer
-    reports = [account(inputs.source.examples, inputs.report, tokenizer)]
+    shown = functools.partial(account, tokenizer=tokenizer, columns=columns_of(sys.stdout))
+    reports = [shown(inputs.source.examples, inputs.report)]
     if inputs.evaluation is not None and inputs.evaluation_report is not None:
-        held_out = account(inputs.evaluation.examples, inputs.evaluation_report, tokenizer)
+        held_out = shown(inputs.evaluation.examples, inputs.evaluation_report)
         reports.append(f"for evaluation\n{held_out}")
     return "\n".join(reports) + "\n"
 
@@ -137,7 +122,7 @@ def overview_text(lines: dict[str, str], columns: int | None) -> str:
       columns: of the terminal; None breaks nothing.
     """
     return "\n".join(
-        _broken(f"{name:<{_LABEL}}{text}", columns, _LABEL) for name, text in lines.items()
+        wrapped(f"{name:<{_LABEL}}{text}", columns, _LABEL) for name, text in lines.items()
     )
 
 

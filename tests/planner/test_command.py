@@ -295,8 +295,9 @@ def test_a_folder_without_config_exits_with_2(tmp_path, capsys):
 
 def test_unknown_flags_are_errors_of_one_line(capsys):
     for words, message in (
-        (["--num_device", "2"], "unknown flag --num_device; did you mean --num_devices"),
-        (["--num_device=2"], "unknown flag --num_device; did you mean --num_devices"),
+        (["--num_device", "2"], "unknown flag --num_device (did you mean --num_devices"),
+        (["--num_device=2"], "unknown flag --num_device (did you mean --num_devices"),
+        (["--num_device", "2", "--zz=1"], "unknown flags --num_device (did you mean --num_devices"),
         (["more"], "unknown word more"),
         (["--compute_dtype", "int4"], "argument --compute_dtype/--dtype: invalid choice: 'int4'"),
         (["--optim", "lion", "--optimizer_state_bytes", "4"], "not allowed with argument --optim"),
