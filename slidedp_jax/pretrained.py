@@ -52,12 +52,33 @@ class Pretrained:
       config: its model.
       tokenizer: its tokenizer; None where it has none.
       chat_template: text that replaces the folder's template, if any.
+      hub_name: of the repository of which the folder is a copy, if it is one.
     """
 
     folder: pathlib.Path
     config: ModelConfig
     tokenizer: Tokenizer | None
     chat_template: str | None = None
+    hub_name: str | None = None
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether there are files of weights in the folder."""
+        return any(self.folder.glob("*.safetensors"))
+
+    def fetch_weights(self) -> None:
+        """Fetch what is not here yet of a hub repository's weights, and check all by their headers.
+
+        Raises:
+          UserError: the hub cannot be reached, or they are not there, not whole or of another
+            model.
+        """
+        try:
+            if self.hub_name is not None:  # the very commit that the rest is of
+                resolve_model_folder(self.hub_name, revision=self.folder.name)
+            check_folder(self.folder, self.config)
+        except (FileNotFoundError, ImportError, ValueError) as error:
+            raise UserError(str(error)) from error
 
     def model(
         self,
@@ -229,6 +250,7 @@ def _export_rounding(trainer: Trainer, dtype: str, rounding: Rounding | None) ->
 def from_pretrained(
     name_or_folder: str | os.PathLike[str],
     *,
+    weights: bool = True,
     chat_template: str | os.PathLike[str] | None = None,
     now: datetime.datetime | None = None,
 ) -> Pretrained:
@@ -236,6 +258,8 @@ def from_pretrained(
 
     Args:
       name_or_folder: the folder, or a hub name such as Qwen/Qwen3-4B (with the `hub` extra).
+      weights: False leaves them to `fetch_weights`: for planning and looking at rows none are
+        needed.
       chat_template: a file that replaces the folder's template.
       now: the time that templates print with `strftime_now`; None is the time of rendering.
 
@@ -243,20 +267,24 @@ def from_pretrained(
       UserError: it, or the template, is not there, not whole, or of a model that is not supported.
     """
     try:
-        folder = resolve_model_folder(os.fspath(name_or_folder))
+        folder = resolve_model_folder(os.fspath(name_or_folder), weights=False)
         config = read_config(folder)
-        check_folder(folder, config)
     except (FileNotFoundError, ImportError, ValueError) as error:
         raise UserError(str(error)) from error
     template = pathlib.Path(chat_template) if chat_template else None
     if template is not None and not template.is_file():
         raise UserError(f"chat template file {template} does not exist")
     has_tokenizer = (folder / "tokenizer.json").is_file()
-    return Pretrained(
+    is_here = pathlib.Path(name_or_folder).expanduser().is_dir()
+    pretrained = Pretrained(
         folder=folder,
         config=config,
+        hub_name=None if is_here else os.fspath(name_or_folder),
         tokenizer=load_tokenizer(folder, chat_template=template, now=now)
         if has_tokenizer
         else None,
         chat_template=template.read_text(encoding="utf-8") if template else None,
     )
+    if weights:
+        pretrained.fetch_weights()
+    return pretrained

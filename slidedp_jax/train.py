@@ -76,12 +76,7 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int, stop: S
     from slidedp_jax.run.arguments import WHOLE_PARAMETER_OPTIMIZERS
     from slidedp_jax.run.batch_size import batch_notes, with_batch_size
     from slidedp_jax.run.changes import data_may_change
-    from slidedp_jax.run.checks import (
-        check_attention,
-        load_inputs,
-        make_plan,
-        setting_notes,
-    )
+    from slidedp_jax.run.checks import check_attention, load_inputs, setting_notes
     from slidedp_jax.run.disk import disk_of_run
     from slidedp_jax.run.expert_products import changed_products, check_expert_products
     from slidedp_jax.run.loop import Run
@@ -90,6 +85,7 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int, stop: S
     from slidedp_jax.run.record import IN_CHECKPOINT
     from slidedp_jax.run.resume import recorded_strategy, resumption
     from slidedp_jax.run.same_inputs import check_same
+    from slidedp_jax.run.ways_out import plan_or_ways_out
 
     started = folder.started
     inputs = load_inputs(args, num_devices, started)
@@ -116,7 +112,7 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int, stop: S
     whole = args.dry_run or args.verbose
     if whole:
         print(data_details(inputs))
-    plan = make_plan(args, inputs, num_devices, strategy)
+    plan = plan_or_ways_out(args, inputs, num_devices, strategy)
     notes += batch_notes(args, inputs, plan, num_devices)
     at_once = plan.strategy.rows_per_microbatch * inputs.source.widths[-1]
     notes += changed_products(before, args, inputs.pretrained.config, at_once)
@@ -126,6 +122,8 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int, stop: S
     print(opening(args, inputs, plan, disk, notes, whole=whole), flush=True)
     if args.dry_run:
         return 0
+    if inputs.pretrained.hub_name is not None:
+        inputs.pretrained.fetch_weights()
     try:
         return Run(args, folder, inputs, plan, disk, stop, started).run(resumed)
     except BaseException as error:

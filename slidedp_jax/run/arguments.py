@@ -27,11 +27,15 @@ from slidedp_jax.planner.optimizers import (
     WHOLE_PARAMETER_OPTIMIZERS as WHOLE_PARAMETER_OPTIMIZERS,
 )
 from slidedp_jax.planner.optimizers import OptimizerName
+from slidedp_jax.planner.stated_machine import Stated
 from slidedp_jax.planner.strategy import GradientRoute, WeightRoute
 from slidedp_jax.run.other_tools import CALLED_HERE, answer
 from slidedp_jax.state.weight_rounding import Rounding
 
 AUTO_BATCH_SIZE: Final = "auto"
+STATED = tuple(Stated.__dataclass_fields__)
+"""Settings that say what the machine has that `hardware` names."""
+
 Scheduler = Literal["cosine", "linear", "constant", "constant_with_warmup"]
 
 
@@ -142,6 +146,12 @@ class TrainArguments:
         "devices", "folder for compiled programs, null for none; auto: user's cache, on GPUs", AUTO
     )
     hardware: str | None = _setting("devices", "with dry_run: plan for this machine", None)
+    host_cores: int | None = _setting("devices", "with hardware: cores of that host", None)
+    host_memory_gib: float | None = _setting("devices", "with hardware: memory of that host", None)
+    link_gb_per_s: float | None = _setting(
+        "devices", "with hardware: from that host to each GPU, and back", None
+    )
+    device_memory_gib: float | None = _setting("devices", "with hardware: memory of a GPU", None)
     dry_run: bool = _setting("devices", "check everything, print the plan, stop", False)
 
     save_steps: int | None = _setting("output", "steps between saves; null: see save_at_end", 500)
@@ -215,6 +225,14 @@ class TrainArguments:
                 f"export_rounding dither is for exports in bfloat16, export_dtype is "
                 f"{self.export_dtype}; drop one of them"
             )
+        stated = [name for name in STATED if getattr(self, name) is not None]
+        if stated and self.hardware is None:
+            raise UserError(
+                f"{', '.join(stated)} says what another machine has, and goes with --hardware; "
+                "what a run may use of this one: host_memory_budget, device_memory_budget"
+            )
+        if self.hardware is not None and not self.dry_run:
+            raise UserError("hardware plans for another machine; it goes with --dry_run only")
         if not self.train_file:
             raise UserError("train_file is empty; give at least one file")
 

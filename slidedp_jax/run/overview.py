@@ -23,7 +23,7 @@ from slidedp_jax.planner.report import notes as plan_notes
 from slidedp_jax.planner.report import plan_as_text
 from slidedp_jax.planner.search import Plan
 from slidedp_jax.planner.words import LANE_WORDS
-from slidedp_jax.run.arguments import TrainArguments
+from slidedp_jax.run.arguments import STATED, TrainArguments
 from slidedp_jax.run.checks import RunInputs, epochs_note, frozen_note
 from slidedp_jax.run.disk import RunDisk
 from slidedp_jax.run.time_text import duration
@@ -56,7 +56,11 @@ def opening(
       whole: the plan in full as well (the data's report, `data_details`, comes before planning).
     """
     columns = columns_of(sys.stdout)
-    sections = [wrapped(f"{plan_as_text(plan)}\n{disk}\n", columns)] if whole else []
+    sections = []
+    if whole:
+        other = args.hardware is not None
+        assumed = [name for name in STATED if other and getattr(args, name) is None]
+        sections = [wrapped(f"{plan_as_text(plan, assumed=assumed)}\n{disk}\n", columns)]
     sections.append(overview_text(overview(args, inputs, plan, disk), columns))
     if not whole:  # else they are in the details
         notes = [*_data_notes(inputs), *notes, *plan_notes(plan)]
