@@ -24,6 +24,7 @@ from slidedp_jax.data import (
     BatchSource,
     DataReport,
     ExampleSettings,
+    NeedsTokenizer,
     StepSize,
     Tokenizer,
     load_examples,
@@ -170,14 +171,16 @@ class Pretrained:
             pathlib.Path(path)
             for path in ([files] if isinstance(files, (str, os.PathLike)) else files)
         ]
-        if self.tokenizer is None and any(path.suffix == ".txt" for path in paths):
-            load_tokenizer(self.folder)  # says what is missing
-        examples, report = load_examples(
-            paths,
-            self.tokenizer,
-            ExampleSettings(max_seq_length=max_seq_length, **settings),
-            vocab_size=self.config.vocab_size,
-        )
+        try:
+            examples, report = load_examples(
+                paths,
+                self.tokenizer,
+                ExampleSettings(max_seq_length=max_seq_length, **settings),
+                vocab_size=self.config.vocab_size,
+            )
+        except NeedsTokenizer:
+            load_tokenizer(self.folder)  # says what is missing, and where
+            raise
         rows = BatchSource(
             examples,
             max_seq_length=max_seq_length,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import pathlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import TextIO
@@ -20,6 +21,7 @@ from slidedp_jax.command_parser import WRONG_COMMAND, CommandParser
 from slidedp_jax.data import (
     DataReport,
     Examples,
+    NeedsTokenizer,
     Tokenizer,
     account,
     load_examples,
@@ -110,11 +112,15 @@ def _show(args: TrainArguments, own: argparse.Namespace) -> None:
     if own.num_examples < 0:
         raise UserError(f"num_examples is {own.num_examples}; it must be 0 or more")
     colour, run_tokens = _in_colour(own.color, sys.stdout), None if own.full else SHORT
-    tokenizer, vocab_size = _tokenizer(args)
+    tokenizer, vocab_size, folder = _tokenizer(args)
     settings = example_settings(args)
-    examples, report = load_examples(
-        args.train_file, tokenizer, settings, vocab_size=vocab_size, progress=_progress()
-    )
+    try:
+        examples, report = load_examples(
+            args.train_file, tokenizer, settings, vocab_size=vocab_size, progress=_progress()
+        )
+    except NeedsTokenizer:
+        load_tokenizer(folder)  # says what is missing, and where
+        raise
     indices = list(range(min(own.num_examples, len(examples))))
     if own.rows is not None:
         indices = _examples_of(own.rows, examples, report)
@@ -147,8 +153,8 @@ def _show(args: TrainArguments, own: argparse.Namespace) -> None:
         )
 
 
-def _tokenizer(args: TrainArguments) -> tuple[Tokenizer | None, int | None]:
-    """The tokenizer, None where the folder has none, and the model's number of ids, if it says."""
+def _tokenizer(args: TrainArguments) -> tuple[Tokenizer | None, int | None, pathlib.Path]:
+    """The tokenizer, None where there is none, the number of ids, if the model says, its folder."""
     try:
         folder = resolve_model_folder(args.model_name_or_path, weights=False)
         has_config = (folder / "config.json").is_file()
@@ -156,8 +162,8 @@ def _tokenizer(args: TrainArguments) -> tuple[Tokenizer | None, int | None]:
     except (FileNotFoundError, ImportError, ValueError) as error:
         raise UserError(str(error)) from error
     if not (folder / "tokenizer.json").is_file():
-        return None, vocab_size
-    return load_tokenizer(folder, chat_template=args.chat_template_path), vocab_size
+        return None, vocab_size, folder
+    return load_tokenizer(folder, chat_template=args.chat_template_path), vocab_size, folder
 
 
 def _examples_of(rows: Sequence[int], examples: Examples, report: DataReport) -> list[int]:

@@ -79,12 +79,13 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int, stop: S
     from slidedp_jax.run.checks import check_attention, load_inputs, setting_notes
     from slidedp_jax.run.disk import disk_of_run
     from slidedp_jax.run.expert_products import changed_products, check_expert_products
+    from slidedp_jax.run.folder import BEGINS_ANEW
     from slidedp_jax.run.loop import Run
     from slidedp_jax.run.out_of_memory import explained
     from slidedp_jax.run.overview import data_details, opening
     from slidedp_jax.run.record import IN_CHECKPOINT
     from slidedp_jax.run.resume import recorded_strategy, resumption
-    from slidedp_jax.run.same_inputs import check_same
+    from slidedp_jax.run.same_inputs import check_same, differ
     from slidedp_jax.run.ways_out import plan_or_ways_out
 
     started = folder.started
@@ -92,13 +93,16 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int, stop: S
     resumed, notes = resumption(folder.resume_from), list(folder.notes)
     before = folder.previous if resumed is None else resumed.extra.get(IN_CHECKPOINT)
     before = before or folder.previous
+    if before is not None and folder.left_nothing and differ(before["fingerprints"] or {}, inputs):
+        before = None
+        notes.append(f"{BEGINS_ANEW}, with other rows or another tokenizer")
     args, inputs, size_notes = with_batch_size(args, inputs, num_devices, before)
     notes += size_notes
     other_data = resumed is not None and resumed.other_data(inputs)
     if resumed is not None:
         inputs = resumed.continued(inputs, args)
         notes += resumed.notes(args, inputs)
-    check_same((before or {}).get("fingerprints"), inputs, other_rows=data_may_change(args))
+    check_same(before, inputs, other_rows=data_may_change(args))
     strategy, plan_notes = recorded_strategy(before, args)
     if other_data and strategy is not None and args.plan_from is None:
         strategy, plan_notes = None, ["planned anew for other data: the last bits may change"]

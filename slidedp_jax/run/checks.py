@@ -14,6 +14,7 @@ from slidedp_jax.errors import UserError
 from slidedp_jax.models.config import ModelConfig
 from slidedp_jax.planner.candidates import Choices
 from slidedp_jax.planner.hardware import GIB, HardwareProfile
+from slidedp_jax.planner.optimizers import OptimizerName
 from slidedp_jax.planner.search import Plan
 from slidedp_jax.planner.stated_machine import Stated, machine
 from slidedp_jax.planner.strategy import Strategy
@@ -22,6 +23,16 @@ from slidedp_jax.run.arguments import STATED, WHOLE_PARAMETER_OPTIMIZERS, TrainA
 from slidedp_jax.run.data_settings import example_settings
 from slidedp_jax.state.freezing import frozen_names
 from slidedp_jax.wording import counted
+
+USUAL_RATES: Mapping[OptimizerName, float] = {
+    "adamw": 1e-2,
+    "lion": 1e-2,
+    "adafactor": 1e-1,
+    "muon": 1e-1,
+    "sgd": 10.0,
+}
+"""Learning rates above which the user is told; of models that start from nothing, ten times those
+in use. The steps of the first four have a size that does not depend on the gradients'."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,6 +293,14 @@ def setting_notes(inputs: RunInputs, args: TrainArguments) -> list[str]:
             f"rows have up to {inputs.source.widths[-1]:,} tokens, the model was made for "
             f"{longest:,} (max_position_embeddings)"
         )
+    usual = USUAL_RATES[args.optim]
+    if args.learning_rate > usual:
+        notes.append(
+            f"learning_rate is {args.learning_rate:g}; with {args.optim}, more than {usual:g} "
+            "rarely trains anything (the default is 1e-05)"
+        )
+    if args.learning_rate == 0:
+        notes.append("learning_rate is 0: nothing is learnt")
     if args.eval_steps is not None and not args.validation_file:
         notes.append("eval_steps without validation_file: nothing is evaluated")
     if args.warmup_steps is not None and args.warmup_steps >= inputs.num_steps:
@@ -297,7 +316,8 @@ def epochs_note(inputs: RunInputs, args: TrainArguments) -> str:
     source, done = inputs.source, inputs.first_step
     epochs = source.epochs_after(max(0, inputs.num_steps - done))
     repeated = " (the data repeats, reshuffled)" if math.ceil(epochs) > 1 and args.max_steps else ""
-    rows, so_far = counted(source.rows_per_step, "row"), ""
+    packed = "packed " if args.packing else ""
+    rows, so_far = counted(source.rows_per_step, f"{packed}row"), ""
     if done:
         so_far = f"; {counted(done, 'step')}, {source.epochs_after():.2f} epochs are done"
     steps = counted(inputs.num_steps, "step")

@@ -106,6 +106,28 @@ def test_a_hub_names_weights_are_fetched_after_the_plan(
     assert fetched[2:] == [(None, False), (without_weights.name, True)]
 
 
+@pytest.mark.parametrize(
+    ("optim", "rate", "said"),
+    [
+        ("adamw", 1e5, "with adamw, more than 0.01 rarely trains anything"),
+        ("adamw", 0, "learning_rate is 0: nothing is learnt"),
+        ("adamw", 1e-2, None),
+        ("sgd", 1, None),
+    ],
+)
+def test_a_learning_rate_that_looks_mistyped_is_noted(asked, optim, rate, said):
+    code, told, _ = asked(dry_run=True, optim=optim, learning_rate=rate)
+    assert code == 0 and ("note: learning_rate is" in told) == (said is not None)
+    assert said is None or said in told
+
+
+def test_packed_rows_are_told_from_the_files_rows(asked):
+    _, said, _ = asked(
+        dry_run=True, packing=True, per_device_train_batch_size=1, rows_per_microbatch=1
+    )
+    assert re.search(r"48 rows, packed into \d+, .*; 12 steps of 8 packed rows, ", said)
+
+
 def test_a_plan_for_hardware_by_name():
     job = {"rows_per_step": 8, "tokens_per_row": 64}
     planned = plan_for(named_config("tiny"), hardware="NVIDIA GeForce RTX 4090", **job)

@@ -60,6 +60,7 @@ def test_text_has_every_part(capsys):
         "host: 16 cores, 128.00 GiB, 52 GB/s to each GPU and back (assumed; --host_cores, "
         "--host_memory_gib, --link_gb_per_s)",
         "disk: 142.36 GiB: 3 checkpoints of 44.95 GiB (2 kept, one being written)",
+        "  a save takes the disk about 32.2 s at 1.5 GB/s (assumed)",
         "  ten million tokens: 0.",
     ):
         assert part in text
