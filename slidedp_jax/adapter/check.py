@@ -105,6 +105,7 @@ class _Comparison:
                 f"the whole loss is {whole} (by the stages {loss}) at the model's weights, each a "
                 "little moved, so nothing can be compared: give check() a batch that the model can "
                 "compute, and the model weights that it can"
+                f"{self._of_vocab_size()}"
             )
         missed = [n for n in whole_marks if n not in marks and whole_marks[n][0] > 0]
         if missed:
@@ -125,6 +126,15 @@ class _Comparison:
             gradient_norm=norm,
             whole_gradient_norm=whole_norm,
             largest_difference=max(apart.values()),
+        )
+
+    def _of_vocab_size(self) -> str:
+        shapes = jax.tree.leaves(self._model.embed.shapes)
+        if any(self._model.vocab_size <= size for leaf in shapes for size in leaf.shape):
+            return ""
+        return (
+            f". vocab_size is {self._model.vocab_size}, more than any table of embed has entries: "
+            "JAX gives nan for ids beyond one"
         )
 
     def _whole(self) -> tuple[float, dict[str, np.ndarray]]:

@@ -100,7 +100,7 @@ def place(
     what = names[first] if head else f"the layer at {names[first]}"
 
     def agrees_on_another(stages: Sequence[Collection[str]]) -> bool:
-        names = {name for names in stages for name in names}
+        names = {name for one in stages for name in one}
         return _agrees_on_another(whole, hidden[last], names, stage, first, rtol)
 
     if agrees_on_another(parameters[first:]):
