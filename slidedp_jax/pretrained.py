@@ -38,6 +38,7 @@ from slidedp_jax.models.hf_export import export, export_bytes
 from slidedp_jax.models.hf_hub import resolve_model_folder
 from slidedp_jax.models.hf_load import check_folder, load_parameters
 from slidedp_jax.state.weight_rounding import Rounding, WeightRounding
+from slidedp_jax.whole_files import UNFINISHED, remove_whole
 
 if TYPE_CHECKING:
     from slidedp_jax.models.streamed import StreamedModel
@@ -201,6 +202,7 @@ class Pretrained:
         dtype: str = "bfloat16",
         rounding: Rounding | None = None,
         averaged: bool = False,
+        overwrite: bool = False,
         more_files: Mapping[str, str] | None = None,
     ) -> None:
         """Write the trainer's weights as a Hugging Face folder with this one's other files.
@@ -212,23 +214,30 @@ class Pretrained:
           rounding: to bfloat16, "dither" or "nearest"; None: the trainer's, which gives the very
             weights that a forward pass in bfloat16 uses.
           averaged: the moving averages instead; needs `ema_decay`.
+          overwrite: replace a model folder that is there, once the new one is complete.
           more_files: name -> text of further files in it, such as a model card.
 
         Raises:
-          UserError: the folder holds something, no average is kept, or `rounding` is none, or not
-            one of that dtype.
+          UserError: the folder holds something (with `overwrite`: something else than a model), no
+            average is kept, or `rounding` is none, or not one of that dtype.
           OSError: the file system refuses (`DiskFull`, with the sizes, where there is no room).
         """
-        own = _export_rounding(trainer, dtype, rounding)
+        target = pathlib.Path(folder)
+        own, path = _export_rounding(trainer, dtype, rounding), target
+        if overwrite and target.is_dir() and any(target.iterdir()):
+            if not (target / "config.json").is_file():
+                raise UserError(f"{target} holds no model, so it is not overwritten; remove it")
+            path = target.with_name(f".{target.name}{UNFINISHED}")
+            remove_whole(path)
         with trainer.gate.reading() as reader:
             read = reader.read_average if averaged else reader.read
             if dtype == "bfloat16":
                 read = functools.partial(reader.read_rounded, rounding=own, averaged=averaged)
             shapes = self.config.parameter_shapes()
             try:
-                with writing(pathlib.Path(folder), export_bytes(shapes, dtype)):
+                with writing(path, export_bytes(shapes, dtype)):
                     export(
-                        pathlib.Path(folder),
+                        path,
                         self.folder,
                         shapes,
                         read,
@@ -238,6 +247,9 @@ class Pretrained:
                     )
             except (FileExistsError, ValueError) as error:
                 raise UserError(str(error)) from error
+        if path != target:
+            remove_whole(target)
+            path.rename(target)
 
 
 def _export_rounding(trainer: Trainer, dtype: str, rounding: Rounding | None) -> WeightRounding:
