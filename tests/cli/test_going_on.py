@@ -318,7 +318,7 @@ def test_a_skipped_step_is_logged_as_json(inputs, tmp_path, monkeypatch):
     step = Trainer.step
 
     class NotFinite:
-        loss, skipped = math.nan, 1
+        loss, skipped, figures = math.nan, 1, ()
 
         def __init__(self, metrics):
             self.grad_norm = metrics.grad_norm
