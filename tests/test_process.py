@@ -153,13 +153,14 @@ print(json.dumps([[d.id for d in compute], [d.id for d in host], [d.platform for
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("arguments", "num_compute", "num_host"),
     [
-        pytest.param("num_devices=2, num_host_devices=4", 2, 4, marks=pytest.mark.thorough),
+        ("num_devices=2, num_host_devices=4", 2, 4),
         ("num_devices=3, num_host_devices=4", 3, 6),  # up to a multiple
-        pytest.param("num_devices=8", 8, 8, marks=pytest.mark.thorough),
-        pytest.param("num_host_devices=1", 1, 1, marks=pytest.mark.thorough),
+        ("num_devices=8", 8, 8),
+        ("num_host_devices=1", 1, 1),
     ],
 )
 def test_compute_and_host_devices_are_disjoint(arguments, num_compute, num_host):

@@ -125,9 +125,8 @@ SHARED_PARTS = PARTS | {
 }
 
 
-@pytest.mark.parametrize(
-    ("devices", "layers"), [(2, 2), pytest.param(1, 1, marks=pytest.mark.thorough)]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize(("devices", "layers"), [(2, 2), (1, 1)])
 def test_values_for_the_layers_above(devices, layers):
     adapted = slidedp_jax.adapt(tree(), **SHARED_PARTS)
 
