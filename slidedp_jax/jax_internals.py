@@ -18,7 +18,6 @@ import importlib.metadata
 import importlib.util
 import inspect
 import logging
-import math
 import os
 import re
 import sys
@@ -584,57 +583,6 @@ def bytes_accessed(compiled: jax.stages.Compiled) -> float:
 # Orbax.
 
 
-def unchanging(array: np.ndarray) -> np.ndarray:
-    """A view of an array that nobody writes to any more, so that Orbax need not copy it.
-
-    Relies on Orbax copying host arrays by `copy.deepcopy` before it writes them. If it copied them
-    in another way, a save would take twice the memory and, of large arrays, twice the time.
-    """
-    return array.view(_unchanging())
-
-
-@functools.cache
-def _unchanging() -> type[np.ndarray]:
-    import numpy as np
-
-    class Unchanging(np.ndarray):
-        def __deepcopy__(self, memo: dict[int, Any] | None) -> Unchanging:
-            return self
-
-    return Unchanging
-
-
-def write_arrays(item: Path, arrays: Any, *, piece_bytes: int, smallest_piece_bytes: int) -> None:
-    """Write a tree of host arrays as one Orbax item, at an absolute path.
-
-    Arrays above `piece_bytes` are cut: in one piece, reading them would take their memory twice.
-    Not those whose sizes only allow pieces below `smallest_piece_bytes`, which take long to write.
-    Relies on Orbax's former interface, `Checkpointer(PyTreeCheckpointHandler(...))`, and on how it
-    cuts (`bytes_of_pieces`).
-
-    Raises:
-      ValueError, RuntimeError: TensorStore's, with the system's words inside (`system_error_code`).
-    """
-    import jax
-    import orbax.checkpoint as ocp
-
-    def cut(array: np.ndarray) -> ocp.SaveArgs:
-        pieces = bytes_of_pieces(array.shape, array.itemsize, piece_bytes)
-        return ocp.SaveArgs(chunk_byte_size=piece_bytes if pieces >= smallest_piece_bytes else None)
-
-    save_args = jax.tree.map(cut, arrays)
-    _checkpointer().save(item, args=ocp.args.PyTreeSave(arrays, save_args=save_args))
-
-
-def system_error_code(error: BaseException) -> int | None:
-    """The `errno` inside an error of TensorStore's, if it tells one.
-
-    Relies on its text, in which the system's error stands as `os_error_code='28'`.
-    """
-    found = re.search(r"os_error_code='(\d+)'", str(error))
-    return int(found[1]) if found else None
-
-
 @functools.cache
 def say_failures_once() -> None:
     """Let a failed write or read be told by the exception that the caller gets, and by no other.
@@ -681,25 +629,9 @@ def read_arrays(item: Path, specs: Any = None) -> Any:
     return _checkpointer().restore(item, args=wanted)
 
 
-def bytes_of_pieces(shape: Sequence[int], itemsize: int, limit: int) -> int:
-    """Bytes of the pieces into which Orbax cuts an array; of one that it does not cut, the limit.
-
-    Relies on its taking the largest dimension to its next smaller divisor until a piece is small
-    enough. If it did otherwise, an embedding of a prime vocabulary might be written row by row.
-    """
-    piece = list(shape)
-    if math.prod(piece) * itemsize <= limit:
-        return limit
-    while math.prod(piece) * itemsize > limit:
-        largest = piece.index(max(piece))
-        whole, now = shape[largest], piece[largest]
-        piece[largest] = next(size for size in range(now - 1, 0, -1) if whole % size == 0)
-    return math.prod(piece) * itemsize
-
-
 def _checkpointer() -> ocp.Checkpointer:
-    """Uncompressed: weights do not compress, and zstd is the slowest part of a save."""
+    """Of Orbax's former interface, `Checkpointer(PyTreeCheckpointHandler(...))`."""
     import orbax.checkpoint as ocp
 
     say_failures_once()
-    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False, use_zarr3=True))
+    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler())

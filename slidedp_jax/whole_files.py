@@ -34,6 +34,21 @@ def write_whole(path: pathlib.Path, text: str) -> None:
     sync_folder(path.parent)
 
 
+def write_new(path: pathlib.Path, text: str) -> None:
+    """Write a file that is not there yet, and wait until it is on the disk.
+
+    Raises:
+      OSError: the file system refuses; the message names `path`.
+    """
+    try:
+        with open(path, "x", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
 def remove_whole(folder: pathlib.Path) -> None:
     """Remove a folder so that what is left of it after a cut has another, hidden name."""
     hidden = folder.with_name(f".{folder.name}.removed{UNFINISHED}")

@@ -4,10 +4,10 @@
 
 Weights are random, the strategy is the planner's (or everything on the host, `--resident-state
 off`), and one optimizer step has been taken, so moments are not zero. *save* is that of
-`slidedp_jax.checkpoint`, checksums and the last file included; *restore* reads into the same
-trainer, which verifies the checksums; *disk* writes as many random bytes with eight threads and
-asks for them to be on the disk, which says what the folder's disk can do. `DIR` needs room for the
-checkpoint (12 bytes per parameter) twice, or once with `--disk-share 0`.
+`slidedp_jax.checkpoint`, checksums and the last file included; *restore* is that of a new trainer,
+as a run that goes on does it, checksums included. *raw write* and *raw read* move random bytes in
+as many streams and blocks of the same size, which says what the folder's disk can do. `DIR` needs
+room for the checkpoint (12 bytes per parameter), and for `--disk-share` of it once more.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from bench_record import rss_gib
 
 import slidedp_jax
 
-WRITERS = 8
-BLOCK_BYTES = 1 << 26
+RAW_FILE_BYTES = 1 << 28
 
 
 def parse() -> argparse.Namespace:
@@ -84,22 +83,56 @@ def timed(run: Callable[[], Any]) -> dict[str, float]:
     }
 
 
-def write_raw(folder: pathlib.Path, num_bytes: int, block: bytes) -> None:
-    """`block` again and again into one file per thread, each flushed to the disk."""
-    folder.mkdir(parents=True)
+class RawFiles:
+    """Files of random bytes, written and read by as many threads as a checkpoint's."""
 
-    def write(number: int) -> None:
-        with (folder / str(number)).open("wb", buffering=0) as stream:
-            for _ in range(-(-num_bytes // (WRITERS * len(block)))):
-                stream.write(block)
-            os.fsync(stream.fileno())
+    def __init__(self, folder: pathlib.Path, num_bytes: int):
+        from slidedp_jax.checkpoint.array_streams import THREADS
+        from slidedp_jax.checkpoint.direct_io import Block
 
-    with concurrent.futures.ThreadPoolExecutor(WRITERS) as pool:
-        list(pool.map(write, range(WRITERS)))
+        folder.mkdir(parents=True)
+        self._paths = [folder / str(n) for n in range(max(1, num_bytes // RAW_FILE_BYTES))]
+        self.num_bytes = RAW_FILE_BYTES * len(self._paths)
+        self._threads, self._local, self._block = THREADS, threading.local(), Block
+
+    def write(self) -> None:
+        """All files, each flushed to the disk."""
+        self._with_all(self._write)
+
+    def read(self) -> None:
+        """All files."""
+        self._with_all(self._read)
+
+    def _with_all(self, work: Callable[[pathlib.Path], None]) -> None:
+        with concurrent.futures.ThreadPoolExecutor(self._threads) as pool:
+            list(pool.map(work, self._paths))
+
+    def _own_block(self) -> Any:
+        if not hasattr(self._local, "block"):
+            self._local.block = self._block()
+            self._local.block.array[:] = bytearray(os.urandom(len(self._local.block.array)))
+        return self._local.block
+
+    def _write(self, path: pathlib.Path) -> None:
+        from slidedp_jax.checkpoint.direct_io import DirectFile
+
+        block = self._own_block()
+        with DirectFile(path, write=True) as file:
+            for start in range(0, RAW_FILE_BYTES, len(block.array)):
+                file.write(block, len(block.array), start)
+            file.end(RAW_FILE_BYTES)
+
+    def _read(self, path: pathlib.Path) -> None:
+        from slidedp_jax.checkpoint.direct_io import DirectFile
+
+        block = self._own_block()
+        with DirectFile(path, write=False) as file:
+            for start in range(0, RAW_FILE_BYTES, len(block.array)):
+                file.read(block, len(block.array), start)
 
 
-def make_trainer(args: argparse.Namespace) -> Any:
-    """A trainer with random weights after one step."""
+def make_trainer(args: argparse.Namespace, *, restores: bool = False) -> Any:
+    """A trainer with random weights after one step, or one that waits for a checkpoint."""
     import numpy as np
     import optax
 
@@ -114,9 +147,13 @@ def make_trainer(args: argparse.Namespace) -> Any:
         model,
         optax.adamw(1e-5),
         strategy=plan.strategy,
-        parameters=lambda write: step_timing.write_weights(args.model, config, model, write),
+        parameters=slidedp_jax.TO_BE_RESTORED
+        if restores
+        else lambda write: step_timing.write_weights(args.model, config, model, write),
         max_grad_norm=1.0,
     )
+    if restores:
+        return trainer
     ids = np.random.default_rng(0).integers(0, config.vocab_size, (1, args.seq)).astype(np.int32)
     trainer.step({"input_ids": ids, "labels": ids})
     trainer.wait()
@@ -138,23 +175,26 @@ def main() -> None:
     record["save"] = timed(lambda: trainer.save(args.folder))
     record["checkpoint_bytes"] = sum(f.stat().st_size for f in target.rglob("*") if f.is_file())
     bench_record.save(args.out, record)
-    record["restore"] = timed(lambda: trainer.restore(target))
-    shutil.rmtree(target)
-    record["disk_bytes"] = int(args.disk_share * record["checkpoint_bytes"])
-    if record["disk_bytes"]:
-        raw, block = args.folder / "raw", os.urandom(BLOCK_BYTES)
-        record["disk"] = timed(lambda: write_raw(raw, record["disk_bytes"], block))
-        shutil.rmtree(raw)
-    bench_record.save(args.out, record)
     trainer.close()
-    print("| what | s | GB/s | CPU s | memory beside GiB |\n|---|---|---|---|---|")
-    for what in ("save", "restore", "disk"):
+    trainer = make_trainer(args, restores=True)
+    record["restore"] = timed(lambda: trainer.restore(target))
+    trainer.close()
+    if args.disk_share:
+        raw = RawFiles(args.folder / "raw", int(args.disk_share * record["checkpoint_bytes"]))
+        record["disk_bytes"] = raw.num_bytes
+        record["raw_write"], record["raw_read"] = timed(raw.write), timed(raw.read)
+        shutil.rmtree(args.folder / "raw")
+    shutil.rmtree(target)
+    bench_record.save(args.out, record)
+    print("| what | s | GB/s | CPU s per GB | memory beside GiB |\n|---|---|---|---|---|")
+    for what in ("save", "restore", "raw_write", "raw_read"):
         if what in record:
             times = record[what]
-            num_bytes = record["disk_bytes" if what == "disk" else "checkpoint_bytes"]
+            num_bytes = record["disk_bytes" if "raw" in what else "checkpoint_bytes"]
             print(
-                f"| {what} | {times['seconds']:.1f} | {num_bytes / times['seconds'] / 1e9:.2f} | "
-                f"{times['cpu_seconds']:.1f} | {times['extra_gib']:.2f} |"
+                f"| {what.replace('_', ' ')} | {times['seconds']:.1f} | "
+                f"{num_bytes / times['seconds'] / 1e9:.2f} | "
+                f"{times['cpu_seconds'] / num_bytes * 1e9:.2f} | {times['extra_gib']:.2f} |"
             )
 
 

@@ -1,26 +1,38 @@
-"""Elastic checkpoints with Orbax: by parameter name, whatever the chunking and the device count.
+"""Elastic checkpoints: by parameter name, whatever the chunking and the device count.
 
-A checkpoint is a folder `step_N` with one Orbax item per stage of the model (embedding, each layer,
-head) and `trainer.json`, written last. An item maps each parameter of its stage to its fp32 master
-and its optimizer state arrays. Stages are written, and read, side by side, as many as fit into the
-memory of two neighbouring ones. Everything is written into a hidden sibling folder and renamed when
-complete: a folder named `step_N` is whole.
+A checkpoint is a folder `step_N` with one item per stage of the model (embedding, each layer,
+head), which Orbax reads, and `trainer.json`, written last. An item maps each parameter of its stage
+to its fp32 master and its optimizer state arrays. Several arrays are written, and read, side by
+side. Everything is written into a hidden sibling folder and renamed when complete: a folder named
+`step_N` is whole.
 """
 
 from __future__ import annotations
 
-import os
 import pathlib
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
-from slidedp_jax.checkpoint.bounded_work import side_by_side
+from slidedp_jax.checkpoint.array_streams import (
+    ArrayReader,
+    ArrayWriter,
+    Checksums,
+    Fill,
+    Use,
+    check_metadata,
+    checksums,
+    for_each_piece,
+    is_plain,
+    pieces_of,
+)
+from slidedp_jax.checkpoint.direct_io import Block
+from slidedp_jax.checkpoint.former_items import read_former_item
 from slidedp_jax.checkpoint.record import (
     RECORD,
     check_fits,
@@ -31,34 +43,19 @@ from slidedp_jax.checkpoint.record import (
     shared_state,
     write_record,
 )
-from slidedp_jax.checkpoint.stage_arrays import (
-    MASTER,
-    Checksums,
-    StageArrays,
-    array_specs,
-    checksums,
-    read_stage,
-    stage_bytes,
-    state_key,
-    verify,
-    write_stage,
+from slidedp_jax.checkpoint.state_arrays import from_state, into_state
+from slidedp_jax.checkpoint.stored_arrays import (
+    Piece,
+    StoredArray,
+    arrays_of,
+    item_name,
+    total_bytes,
 )
 from slidedp_jax.disk_room import writing
 from slidedp_jax.errors import UserError
-from slidedp_jax.jax_internals import read_arrays, system_error_code, write_arrays
 from slidedp_jax.models.streamed import Stage, StreamedModel
-from slidedp_jax.planner.memory import largest_neighbours
-from slidedp_jax.update.state_gate import StateGate, StateReader
+from slidedp_jax.update.state_gate import StateGate
 from slidedp_jax.whole_files import UNFINISHED, remove_whole, sync_folder
-
-STAGES_AT_ONCE = 4
-"""Each is one stream of bytes to or from the disk."""
-THREADS = 8
-"""That copy parameters and add up their checksums, for all stages at once."""
-BYTES_PER_FILE_CHUNK = 1 << 26
-"""Larger arrays are cut: in one piece, reading them takes the memory twice."""
-SMALLEST_FILE_CHUNK = 1 << 22
-"""Arrays whose sizes allow smaller pieces only (of a prime vocabulary, rows) are not cut."""
 
 _STEP = re.compile(r"step_(\d+)")
 
@@ -95,23 +92,20 @@ def save(
       OSError: the file system refuses (`DiskFull`, with the sizes, where there is no room);
         nothing is left behind.
     """
+    arrays = arrays_of(gate, model.stages())
     with gate.reading() as reader:
         record = describe(gate, reader, model.configuration, extra)
         target = folder / f"step_{reader.version:08d}"
         if (target / RECORD).is_file():
-            _check_is_saved(gate, reader, model, target, record)
+            _check_is_saved(arrays, from_state(reader), target, record)
             return target
-        with writing(target, sum(stage_bytes(gate, stage) for stage in model.stages())):
-            _write_checkpoint(gate, reader, model, target, record)
+        with writing(target, total_bytes(arrays)):
+            _write_checkpoint(arrays, from_state(reader), target, record)
         return target
 
 
 def _write_checkpoint(
-    gate: StateGate,
-    reader: StateReader,
-    model: StreamedModel,
-    target: pathlib.Path,
-    record: dict[str, Any],
+    arrays: Sequence[StoredArray], fill: Fill, target: pathlib.Path, record: dict[str, Any]
 ) -> None:
     """Write a checkpoint that is not there yet.
 
@@ -123,15 +117,22 @@ def _write_checkpoint(
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     try:
-        record["checksums"] = _of_all_stages(
-            gate, reader, model, lambda arrays, stage: _write_item(unfinished, stage, arrays)
-        )
+        record["checksums"] = _write_arrays(unfinished, arrays, fill)
         write_record(unfinished, record)
         unfinished.rename(target)
     except BaseException:  # what is left would keep a full disk full
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
     sync_folder(target.parent)
+
+
+def _write_arrays(folder: pathlib.Path, arrays: Sequence[StoredArray], fill: Fill) -> Checksums:
+    writer = ArrayWriter(folder, arrays)
+    try:
+        for_each_piece(lambda block, piece: writer.write(block, piece, fill), pieces_of(arrays))
+        return writer.finish()
+    finally:
+        writer.abandon()
 
 
 def restore(gate: StateGate, model: StreamedModel, checkpoint: pathlib.Path) -> Restored:
@@ -149,23 +150,19 @@ def restore(gate: StateGate, model: StreamedModel, checkpoint: pathlib.Path) -> 
     with gate.turn:
         gate.wait()
         check_fits(checkpoint, record, gate, model.configuration)
-        for item in (checkpoint / _item(stage) for stage in model.stages()):
+        arrays = arrays_of(gate, model.stages())
+        for item in dict.fromkeys(checkpoint / array.item for array in arrays):
             if not item.is_dir():
                 raise UserError(
                     f"{checkpoint} has no {item.name}: it is of another model or damaged"
                 )
+        _check_names(checkpoint, arrays)
         gate.take_kernel_form(form_to_go_on_with(record))
         if gate.holds_weights:
-            _of_all_items(gate, model, checkpoint, record, lambda *_: None)
+            _read_arrays(checkpoint, record, arrays, lambda *_: None)
         rounding = gate.rounding_to_go_on_with(recorded_rounding(checkpoint, record))
         with gate.writing(rounding) as writer:
-            _of_all_items(
-                gate,
-                model,
-                checkpoint,
-                record,
-                lambda arrays, threads: write_stage(writer, arrays, threads),
-            )
+            _read_arrays(checkpoint, record, arrays, into_state(writer))
             writer.finish(record["step"], shared_state(checkpoint, record))
     return Restored(step=record["step"], extra=record["extra"])
 
@@ -212,31 +209,30 @@ def read_parameter_arrays(
     Raises:
       UserError: values are not those that were saved.
     """
-    item = (checkpoint / _item(stage)).absolute()
-    tree = read_arrays(item)
-    try:
-        with ThreadPoolExecutor(THREADS) as threads:
-            verify(tree, read_record(checkpoint).get("checksums"), threads)
-    except ValueError as error:
-        raise UserError(f"{item} is damaged: {error}") from None
+    record = read_record(checkpoint)
+    arrays, found = [], {}
+    leaves = jax.tree.leaves(stage.shapes)
+    for name, leaf in zip(stage.parameter_names(), leaves, strict=True):
+        kept = len(record["optimizer_state"].get(name, ()))  # the average is the last
+        array = StoredArray(
+            item=item_name(stage),
+            name=name,
+            number=kept - 1 if averaged and kept else None,
+            shape=tuple(leaf.shape),
+            dtype=np.dtype(np.float32),
+        )
+        arrays.append(array)
+        found[name] = np.empty(array.shape, np.float32)
 
-    def wanted(arrays: Mapping[str, Any]) -> Any:
-        number = len(arrays) - 1  # state arrays, the average is the last
-        return arrays[state_key(number - 1) if averaged and number else MASTER]
+    def take(array: StoredArray, start: int, values: np.ndarray) -> None:
+        found[array.name].reshape(-1)[start : start + len(values)] = values
 
-    return {name: np.asarray(wanted(arrays)) for name, arrays in tree.items()}
-
-
-def _item(stage: Stage) -> str:
-    return stage.item or stage.name or "head"
+    _read_arrays(checkpoint, record, arrays, take)
+    return found
 
 
 def _check_is_saved(
-    gate: StateGate,
-    reader: StateReader,
-    model: StreamedModel,
-    target: pathlib.Path,
-    record: Mapping[str, Any],
+    arrays: Sequence[StoredArray], fill: Fill, target: pathlib.Path, record: Mapping[str, Any]
 ) -> None:
     """Whether a checkpoint holds the state that is read, bit for bit.
 
@@ -245,124 +241,57 @@ def _check_is_saved(
     """
     saved = read_record(target)
     same = {name: saved.get(name) for name in record} == dict(record)
-    if same and _of_all_stages(gate, reader, model, lambda *_: None) == saved.get("checksums"):
+    if same and checksums(arrays, fill) == saved.get("checksums"):
         return
     raise UserError(
-        f"{target} holds another state of step {reader.version}, of another run or from before "
+        f"{target} holds another state of step {record['step']}, of another run or from before "
         "this one went back. Nothing was written: give another folder, or move that one away"
     )
 
 
-def _of_all_stages(
-    gate: StateGate,
-    reader: StateReader,
-    model: StreamedModel,
-    use: Callable[[StageArrays, Stage], None],
-) -> dict[str, Mapping[str, int]]:
-    """Checksums of all arrays, each stage's handed to `use` while they are in memory."""
-    sums: dict[str, Mapping[str, int]] = {}
-    with ThreadPoolExecutor(THREADS) as threads:
-
-        def of_stage(stage: Stage) -> Checksums:
-            arrays = read_stage(reader, stage, threads)
-            found = checksums(arrays, threads)
-            use(arrays, stage)
-            return found
-
-        for found in _stage_by_stage(of_stage, gate, model, [1] * len(model.stages())):
-            sums |= found
-    return sums
-
-
-def _of_all_items(
-    gate: StateGate,
-    model: StreamedModel,
-    checkpoint: pathlib.Path,
-    record: Mapping[str, Any],
-    use: Callable[[StageArrays, Executor], None],
+def _read_arrays(
+    checkpoint: pathlib.Path, record: Mapping[str, Any], arrays: Sequence[StoredArray], use: Use
 ) -> None:
-    """Read, verify and hand on the arrays of every stage.
+    """Read arrays, compare them with their checksums and hand them on.
 
     Raises:
       UserError: some are not there, not whole, or others.
     """
-    stages = model.stages()
-    with ThreadPoolExecutor(THREADS) as threads:
+    expected = record.get("checksums")
+    plain = {item for item in {array.item for array in arrays} if is_plain(checkpoint / item)}
+    reader = ArrayReader(checkpoint, expected)
 
-        def of_stage(stage: Stage) -> None:
-            use(_load_item(gate, checkpoint, record, stage, threads), threads)
+    def read(block: Block, piece: Piece) -> None:
+        try:
+            reader.read(block, piece, use)
+        except (ValueError, FileNotFoundError) as error:
+            raise _unreadable(checkpoint / piece.array.item, error) from error
 
-        # What stays on the devices is gathered on its way, beside what has been read.
-        copies = [1 + gate.is_resident(stage.parameter_names()[0]) for stage in stages]
-        for _ in _stage_by_stage(of_stage, gate, model, copies):
-            pass
+    for_each_piece(read, pieces_of(array for array in arrays if array.item in plain))
+    for item in dict.fromkeys(array.item for array in arrays if array.item not in plain):
+        own = [array for array in arrays if array.item == item]
+        try:
+            read_former_item(checkpoint / item, own, expected, use)
+        except (ValueError, KeyError, OSError, RuntimeError) as error:
+            raise _unreadable(checkpoint / item, error) from error
 
 
-def _stage_by_stage(
-    work: Callable[[Stage], Any], gate: StateGate, model: StreamedModel, copies: Sequence[int]
-) -> Iterator[Any]:
-    """`work` on every stage, several at once: results as they come.
+def _check_names(checkpoint: pathlib.Path, arrays: Sequence[StoredArray]) -> None:
+    """Whether what plain Orbax would read of the items is whole.
 
-    `copies`: per stage, how many times its bytes are in memory meanwhile.
+    Raises:
+      UserError: it is not.
     """
-    stages = model.stages()
-    sizes = [stage_bytes(gate, stage) for stage in stages]
-    costs = [size * number for size, number in zip(sizes, copies, strict=True)]
-    return side_by_side(
-        lambda item: work(item[0]),
-        zip(stages, costs, strict=True),
-        cost=lambda item: item[1],
-        limit=largest_neighbours(sizes),
-        workers=STAGES_AT_ONCE,
+    for item in dict.fromkeys(array.item for array in arrays):
+        if is_plain(checkpoint / item):
+            try:
+                check_metadata(checkpoint, [array for array in arrays if array.item == item])
+            except (ValueError, FileNotFoundError) as error:
+                raise _unreadable(checkpoint / item, error) from error
+
+
+def _unreadable(item: pathlib.Path, error: Exception) -> UserError:
+    return UserError(
+        f"{item} cannot be read: it is damaged, or of another model. To go on from an earlier "
+        f"checkpoint, move {item.parent} away. What was found: {str(error)[:500]}"
     )
-
-
-def _write_item(folder: pathlib.Path, stage: Stage, arrays: StageArrays) -> None:
-    """Write the item of a stage.
-
-    Raises:
-      OSError: the file system refuses.
-    """
-    item = (folder / _item(stage)).absolute()
-    try:
-        write_arrays(
-            item,
-            arrays,
-            piece_bytes=BYTES_PER_FILE_CHUNK,
-            smallest_piece_bytes=SMALLEST_FILE_CHUNK,
-        )
-    except (ValueError, RuntimeError) as error:  # TensorStore's
-        code = system_error_code(error)
-        if code is None:
-            raise OSError(f"{item} cannot be written: {error}") from None
-        raise OSError(code, os.strerror(code), str(item)) from None
-
-
-def _load_item(
-    gate: StateGate,
-    checkpoint: pathlib.Path,
-    record: Mapping[str, Any],
-    stage: Stage,
-    threads: Executor,
-) -> Any:
-    """Arrays of a stage, in the shapes and dtypes of the state.
-
-    Raises:
-      UserError: they are not there, not whole, or others.
-    """
-    item = (checkpoint / _item(stage)).absolute()
-    wanted = {name: array_specs(gate, name) for name in stage.parameter_names()}
-    try:
-        tree = read_arrays(item, wanted)
-        for name, arrays in wanted.items():
-            for key, spec in arrays.items():
-                found = tree[name][key]
-                if found.shape != spec.shape:
-                    raise ValueError(f"{key} of {name} has shape {found.shape}, not {spec.shape}")
-        verify(tree, record.get("checksums"), threads)
-        return tree
-    except (ValueError, KeyError, OSError, RuntimeError) as error:
-        raise UserError(
-            f"{item} cannot be read: it is damaged, or of another model. To go on from an earlier "
-            f"checkpoint, move {item.parent} away. What was found: {str(error)[:500]}"
-        ) from error

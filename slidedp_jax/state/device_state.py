@@ -30,6 +30,8 @@ class DevicePartState:
       arrays: [padded_size] each, zeros where no parameter is, sharded over the compute devices.
     """
 
+    elements_at_once = _ELEMENTS_AT_ONCE
+
     def __init__(self, layout: FlatLayout, arrays: Sequence[jax.Array]):
         self.layout = layout
         self.dtypes = [array.dtype for array in arrays]
@@ -86,17 +88,21 @@ class DevicePartState:
 
     def read(self, index: int, offset: int, size: int) -> np.ndarray:
         """A fresh copy of a range of array `index`."""
+        out = np.empty(size, self.dtypes[index])
+        self.read_into(index, offset, out)
+        return out
+
+    def read_into(self, index: int, offset: int, out: np.ndarray) -> None:
+        """Copy the range of array `index` that begins at `offset` and is as long as `out`."""
         array = self.arrays[index]
         sharding = array.sharding
         assert isinstance(sharding, NamedSharding)
         share = len(array) // sharding.mesh.size
-        out = np.empty(size, array.dtype)
-        for piece, inner, outer in spans(offset, size, share):
+        for piece, inner, outer in spans(offset, len(out), share):
             own, into = array.addressable_data(piece), out[outer]
-            for start in range(0, len(into), _ELEMENTS_AT_ONCE):
-                some = into[start : start + _ELEMENTS_AT_ONCE]
+            for start in range(0, len(into), self.elements_at_once):
+                some = into[start : start + self.elements_at_once]
                 some[:] = cut(own, inner.start + start, len(some), self.layout.block_size)
-        return out
 
 
 @dataclasses.dataclass

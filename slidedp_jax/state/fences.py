@@ -3,12 +3,15 @@
 Version n of a chunk is its state after n committed updates. A fetch for step n + 1 waits until
 version n is committed; an update waits until no copy of the chunk is in flight, and nobody holds an
 earlier version. Nothing else is ordered, so a step has no drain at its end.
+
+A snapshot holds a version, too, but lets go of one chunk after the other, as each has been copied.
 """
 
 from __future__ import annotations
 
 import collections
 import threading
+import time
 from collections.abc import Collection
 
 from slidedp_jax.errors import TrainingStopped
@@ -20,6 +23,9 @@ class Fences:
     Args:
       num_chunks: chunks of the model.
       frozen: chunks that are never updated; they have every version.
+
+    Attributes:
+      held_s: seconds in which an update could not begin for a snapshot.
     """
 
     def __init__(self, num_chunks: int, frozen: Collection[int] = ()):
@@ -28,6 +34,8 @@ class Fences:
         self._versions = [0] * num_chunks
         self._copies = [0] * num_chunks
         self._holds: collections.Counter[int] = collections.Counter()
+        self._uncopied: dict[int, set[int]] = {}
+        self.held_s = 0.0
         self._failure: BaseException | None = None
 
     def __len__(self) -> int:
@@ -83,6 +91,32 @@ class Fences:
             self._holds[version] -= 1
             self._condition.notify_all()
 
+    def begin_snapshot(self, version: int) -> None:
+        """Each chunk stays at `version` until `copied`; none may have gone beyond it."""
+        with self._condition:
+            assert all(self._versions[chunk] <= version for chunk in self.trained)
+            assert version not in self._uncopied
+            self._uncopied[version] = set(self.trained)
+
+    def copied(self, chunk: int, version: int) -> None:
+        """The snapshot of `version` does without the chunk from now on; twice is once."""
+        with self._condition:
+            left = self._uncopied.get(version, set())
+            left.discard(chunk)
+            if not left:
+                self._uncopied.pop(version, None)
+            self._condition.notify_all()
+
+    def wait_snapshots(self) -> None:
+        """Block until every snapshot has been copied.
+
+        Raises:
+          TrainingStopped: something has failed.
+        """
+        with self._condition:
+            self._condition.wait_for(lambda: self._failure or not self._uncopied)
+            self._check()
+
     def is_free(self, chunk: int, version: int) -> bool:
         """Whether nobody reads what an update of `chunk` to `version` would change.
 
@@ -95,7 +129,10 @@ class Fences:
     def wait_readers(self, chunk: int, version: int) -> None:
         """Block until nobody reads what an update of `chunk` to `version` changes."""
         with self._condition:
+            began = time.perf_counter() if self._is_uncopied(chunk, version) else None
             self._condition.wait_for(lambda: self._failure or self._is_free(chunk, version))
+            if began is not None:
+                self.held_s += time.perf_counter() - began
             self._check()
 
     def commit(self, chunk: int, version: int) -> None:
@@ -120,7 +157,10 @@ class Fences:
 
     def _is_free(self, chunk: int, version: int) -> bool:
         held = any(count and held < version for held, count in self._holds.items())
-        return self._copies[chunk] == 0 and not held
+        return self._copies[chunk] == 0 and not held and not self._is_uncopied(chunk, version)
+
+    def _is_uncopied(self, chunk: int, version: int) -> bool:
+        return any(kept < version and chunk in left for kept, left in self._uncopied.items())
 
     def _has(self, chunk: int, version: int) -> bool:
         return chunk not in self.trained or self._versions[chunk] >= version

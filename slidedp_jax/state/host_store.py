@@ -25,17 +25,20 @@ from slidedp_jax.jax_internals import addresses, raw_view
 from slidedp_jax.state.device_state import DevicePartState
 from slidedp_jax.state.layout import FROZEN, ChunkLayout, FlatLayout, Slot
 from slidedp_jax.state.pinned_memory import PageLock
-from slidedp_jax.state.split_float import DitherOf, join_numpy, split_numpy
+from slidedp_jax.state.split_float import DitherOf, join_into, split_numpy
 from slidedp_jax.state.weight_rounding import WeightRounding
 
 HOST_AXIS = "host"
 
-_ELEMENTS_AT_ONCE = 1 << 24
-"""Of a parameter, brought into float32 halves at once: bounds the memory that loading takes."""
+_ELEMENTS_AT_ONCE = 1 << 18
+"""Of a parameter, cut into halves or joined at once: these fit a core's cache, and arrays of this
+size come from memory that has been used before, where fresh pages cost as much as the work."""
 
 
 class PartState:
     """Arrays of one part of a chunk: index 0 is `high`, 1 is `low`, the rest optimizer state."""
+
+    elements_at_once = _ELEMENTS_AT_ONCE
 
     def __init__(self, layout: FlatLayout, arrays: Sequence[jax.Array]):
         self.layout = layout
@@ -66,11 +69,15 @@ class PartState:
         for piece, inner, outer in self.layout.spans(offset, len(values)):
             self.views[index][piece][inner] = values[outer]
 
+    def read_into(self, index: int, offset: int, out: np.ndarray) -> None:
+        """Copy the range of array `index` that begins at `offset` and is as long as `out`."""
+        for piece, inner, outer in self.layout.spans(offset, len(out)):
+            out[outer] = self.views[index][piece][inner]
+
     def read(self, index: int, offset: int, size: int) -> np.ndarray:
         """A fresh copy of a range of array `index`."""
-        out = np.empty(size, self.arrays[index].dtype)
-        for piece, inner, outer in self.layout.spans(offset, size):
-            out[outer] = self.views[index][piece][inner]
+        out = np.empty(size, self.dtypes[index])
+        self.read_into(index, offset, out)
         return out
 
     def ranges(self, index: int) -> Iterator[tuple[int, int]]:
@@ -196,26 +203,42 @@ class HostStore:
           KeyError: no such parameter.
           ValueError: another shape.
         """
-        part, slot = self._find(name)
+        _, slot = self._find(name)
         if tuple(values.shape) != slot.shape:
             raise ValueError(f"parameter {name} has shape {slot.shape}, got {tuple(values.shape)}")
-        flat = values.reshape(-1)
-        for start in range(0, slot.size, _ELEMENTS_AT_ONCE):
+        self.write_at(name, 0, values.reshape(-1))
+
+    def write_at(self, name: str, start: int, values: np.ndarray) -> None:
+        """Set elements of a parameter's flattened master weights, from `start` on."""
+        part, slot = self._find(name)
+        for done in range(0, len(values), _ELEMENTS_AT_ONCE):
+            first = start + done
             high, low = split_numpy(
-                flat[start : start + _ELEMENTS_AT_ONCE], self._dither_from(name, start)
+                values[done : done + _ELEMENTS_AT_ONCE], self._dither_from(name, first)
             )
-            part.write(0, slot.offset + start, high)
-            part.write(1, slot.offset + start, low)
+            part.write(0, slot.offset + first, high)
+            part.write(1, slot.offset + first, low)
 
     def read(self, name: str) -> np.ndarray:
         """The fp32 master weights of a parameter, a fresh array of its shape."""
-        part, slot = self._find(name)
+        _, slot = self._find(name)
         out = np.empty(slot.size, np.float32)
-        for start in range(0, slot.size, _ELEMENTS_AT_ONCE):
-            some = out[start : start + _ELEMENTS_AT_ONCE]
-            high, low = (part.read(index, slot.offset + start, len(some)) for index in (0, 1))
-            some[:] = join_numpy(high, low, self._dither_from(name, start))
+        self.read_into(name, 0, out)
         return out.reshape(slot.shape)
+
+    def read_into(self, name: str, start: int, out: np.ndarray) -> None:
+        """Elements of a parameter's flattened master weights, from `start` on, as many as `out`."""
+        part, slot = self._find(name)
+        for done in range(0, len(out), part.elements_at_once):
+            some, first = out[done : done + part.elements_at_once], start + done
+            high, low = (part.read(index, slot.offset + first, len(some)) for index in (0, 1))
+            join_into(some, high, low, self._dither_from(name, first))
+
+    def read_halves_into(self, name: str, start: int, high: np.ndarray, low: np.ndarray) -> None:
+        """The two halves of these elements, as many as both arrays are long."""
+        part, slot = self._find(name)
+        part.read_into(0, slot.offset + start, high)
+        part.read_into(1, slot.offset + start, low)
 
     def read_rounded(self, name: str) -> np.ndarray:
         """The bf16 weights of a parameter that devices compute with, a fresh array of its shape."""
@@ -252,6 +275,19 @@ class HostStore:
             return np.array(self.whole_state[name][number])
         part, slot = self._find(name)
         return part.read(2 + number, slot.offset, slot.size).reshape(slot.shape)
+
+    def read_state_into(self, name: str, number: int, start: int, out: np.ndarray) -> None:
+        """The same, of elements of the flattened array from `start` on, as many as `out`.
+
+        Not of parameters that are updated as a whole: their state is not flat.
+        """
+        part, slot = self._find(name)
+        part.read_into(2 + number, slot.offset + start, out)
+
+    def write_state_at(self, name: str, number: int, start: int, values: np.ndarray) -> None:
+        """Set elements of the flattened array, from `start` on; not of those either."""
+        part, slot = self._find(name)
+        part.write(2 + number, slot.offset + start, values)
 
     def is_resident(self, name: str) -> bool:
         """Whether a parameter's state stays on the compute devices."""

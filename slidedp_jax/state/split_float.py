@@ -34,7 +34,7 @@ import numpy as np
 
 from slidedp_jax.state.weight_rounding import WeightRounding
 
-_BLOCK = 1 << 17
+_BLOCK = 1 << 16
 _QUIET = 0x0040
 _MAGNITUDE = 0x7FFFFFFF
 _INFINITY = 0x7F800000
@@ -42,7 +42,7 @@ _HIGH_MAGNITUDE = 0x7FFF
 _HIGH_INFINITY = 0x7F80
 
 DitherOf = Callable[[int, int], np.ndarray]
-"""(start, size) -> dithers of these elements, uint32 [size] or one for all."""
+"""(start, size) -> dithers of these elements, unsigned [size] or one for all."""
 
 
 def split(master: jax.Array, dither: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -74,12 +74,17 @@ def split_numpy(master: np.ndarray, dither_of: DitherOf) -> tuple[np.ndarray, np
     high, low = np.empty((2, flat.size), np.uint16)
     for block in _blocks(flat.size):
         bits = flat[block].astype(np.float32).view(np.uint32)
-        low[block] = bits & np.uint32(0xFFFF)
-        if not low[block].any():  # as in weights that were stored in bf16
-            high[block] = bits >> np.uint32(16)
+        upper, lower = high[block], low[block]
+        np.copyto(lower, bits, casting="unsafe")  # the lower 16 bits
+        np.copyto(upper, bits >> np.uint32(16), casting="unsafe")
+        if not lower.any():  # as in weights that were stored in bf16
             continue
-        dither = dither_of(block.start, len(bits))
-        high[block], _ = _split_bits(bits, dither, np)
+        carry = _carries(lower, dither_of(block.start, len(bits)))
+        if _may_hold_nan(upper):
+            dither = dither_of(block.start, len(bits)).astype(np.uint32)
+            upper[:], _ = _split_bits(bits, dither, np)
+        else:
+            np.add(upper, carry, out=upper)
     return (
         high.view(ml_dtypes.bfloat16).reshape(master.shape),
         low.view(np.int16).reshape(master.shape),
@@ -88,12 +93,32 @@ def split_numpy(master: np.ndarray, dither_of: DitherOf) -> tuple[np.ndarray, np
 
 def join_numpy(high: np.ndarray, low: np.ndarray, dither_of: DitherOf) -> np.ndarray:
     """`join` on NumPy arrays: (bfloat16, int16) -> float32, same shape."""
-    upper, lower = (half.reshape(-1).view(np.uint16) for half in (high, low))
-    bits = np.empty(upper.size, np.uint32)
-    for block in _blocks(bits.size):
-        halves = upper[block].astype(np.uint32), lower[block].astype(np.uint32)
-        bits[block] = _join_bits(*halves, dither_of(block.start, len(halves[0])), np)
-    return bits.view(np.float32).reshape(high.shape)
+    out = np.empty(high.size, np.float32)
+    join_into(out, high.reshape(-1), low.reshape(-1), dither_of)
+    return out.reshape(high.shape)
+
+
+def join_into(out: np.ndarray, high: np.ndarray, low: np.ndarray, dither_of: DitherOf) -> None:
+    """The same into an array that is there: bfloat16 [n] and int16 [n] -> float32 [n]."""
+    halves = out.view(np.uint16).reshape(-1, 2)  # of a number, the lower one first
+    for block in _blocks(out.size):
+        upper, lower = high[block].view(np.uint16), low[block].view(np.uint16)
+        carry = _carries(lower, dither_of(block.start, len(upper)))
+        if _may_hold_nan(upper):  # NaNs were cut without a carry
+            carry &= (upper & np.uint16(_HIGH_MAGNITUDE)) <= np.uint16(_HIGH_INFINITY)
+        np.subtract(upper, carry, out=halves[block, 1])
+        halves[block, 0] = lower
+
+
+def _carries(lower: np.ndarray, dither: np.ndarray) -> np.ndarray:
+    """Whether adding the dithers to these lower bits carries, bool."""
+    carry: np.ndarray = lower > np.invert(dither.astype(np.uint16))
+    return carry
+
+
+def _may_hold_nan(upper: np.ndarray) -> bool:
+    """Whether some upper bits are a NaN's, or an infinity's, which lower bits may make a NaN."""
+    return bool((upper & np.uint16(_HIGH_MAGNITUDE)).max(initial=0) >= _HIGH_INFINITY)
 
 
 def rounded(master: np.ndarray, rounding: WeightRounding, name: str) -> np.ndarray:

@@ -113,22 +113,23 @@ class WeightRounding:
         return None if self.seed is None else _key(self.seed, name)
 
     def dither(self, name: str, start: int, size: int) -> np.ndarray:
-        """Dithers of elements [start, start + size) of a parameter: uint32 [size], or one for all.
+        """Dithers of elements [start, start + size) of a parameter: uint16 [size], or one for all.
 
-        `start` counts in the flattened parameter and may be any number.
+        `start` counts in the flattened parameter and may be any number. Those of one section are a
+        view of the table, which nobody may write to.
         """
         key = self.key(name)
         if key is None:
             return np.asarray(NEAREST)
-        dithers = np.empty(size, np.uint32)
+        own: list[np.ndarray] = []
         done = 0
-        while done < size:
+        while done < size or not own:
             section, index = divmod(start + done, SECTION)
             count = min(SECTION - index, size - done)
             first = (begin(key, section) + index) % SECTION
-            dithers[done : done + count] = TABLE_TWICE[first : first + count]
+            own.append(TABLE_TWICE[first : first + count])
             done += count
-        return dithers
+        return own[0] if len(own) == 1 else np.concatenate(own)
 
 
 def begin(key: int, section: int) -> int:
@@ -167,4 +168,5 @@ TABLE = _permutation()
 """uint16 [65536]."""
 
 TABLE_TWICE = np.concatenate([TABLE, TABLE])
+TABLE_TWICE.setflags(write=False)
 """The same, so that any section of it lies in one piece."""

@@ -26,6 +26,7 @@ from slidedp_jax.transfer.weight_window import StreamedWeights
 from slidedp_jax.update.kernel_form import KernelForm
 from slidedp_jax.update.part_updates import PartUpdates
 from slidedp_jax.update.state_meaning import StateMeaning
+from slidedp_jax.update.state_snapshot import StateSnapshot
 from slidedp_jax.update.update_thread import HostOptimizer
 
 _LOG = logging.getLogger(__name__)
@@ -104,6 +105,10 @@ class StateGate:
         """Whether a parameter's state stays on the compute devices."""
         return self._store.is_resident(name)
 
+    def is_updated_whole(self, name: str) -> bool:
+        """Whether a parameter's optimizer state is kept in its own shapes, not flat."""
+        return name in self._store.whole_state
+
     @property
     def shared(self) -> list[np.ndarray]:
         """Optimizer state that no parameter owns, as far as updates have been made."""
@@ -176,6 +181,7 @@ class StateGate:
         with self.turn:
             self.check()
             self.wait()
+            self._fences.wait_snapshots()
             shared = self.shared
             for name, value in values.items():
                 old = shared[known[name]]
@@ -209,6 +215,17 @@ class StateGate:
             finally:
                 self._fences.let_go(version)
 
+    def snapshot(self) -> StateSnapshot:
+        """The state of the present version, to be copied chunk by chunk while steps go on.
+
+        Raises:
+          UserError, TrainingStopped: there is none to read.
+        """
+        with self.turn:
+            self.check()
+            self._fences.wait_snapshots()
+            return StateSnapshot(self._store, self._fences, self._updates, self.version)
+
     @contextlib.contextmanager
     def writing(self, rounding: WeightRounding | None = None) -> Iterator[StateWriter]:
         """The state, to be written as a whole; ends with `StateWriter.finish`.
@@ -220,6 +237,7 @@ class StateGate:
         """
         with self.turn:
             self.wait()
+            self._fences.wait_snapshots()
             self._lacking = self._lacking or _HALF_WRITTEN
             if rounding not in (None, self.rounding):  # which no weight of before can be read by
                 self._part_updates.use_rounding(rounding)
@@ -310,6 +328,14 @@ class StateReader:
         """The fp32 master weights of a parameter, a fresh array of its shape."""
         return self._store.read(name)
 
+    def read_into(self, name: str, start: int, out: np.ndarray) -> None:
+        """Elements of the flattened parameter, from `start` on, as many as float32 `out`."""
+        self._store.read_into(name, start, out)
+
+    def read_state_into(self, name: str, number: int, start: int, out: np.ndarray) -> None:
+        """Elements of the flattened state array, as `read_into`; not where it is not flat."""
+        self._store.read_state_into(name, number, start, out)
+
     def read_rounded(
         self, name: str, rounding: WeightRounding, *, averaged: bool = False
     ) -> np.ndarray:
@@ -359,9 +385,17 @@ class StateWriter:
         """Set a parameter's master weights."""
         self._store.write(name, values)
 
+    def write_at(self, name: str, start: int, values: np.ndarray) -> None:
+        """Set elements of the flattened parameter, from `start` on."""
+        self._store.write_at(name, start, values)
+
     def write_state(self, name: str, number: int, values: np.ndarray) -> None:
         """Set the `number`-th optimizer state array of a parameter."""
         self._store.write_state(name, number, values)
+
+    def write_state_at(self, name: str, number: int, start: int, values: np.ndarray) -> None:
+        """Set elements of the flattened state array, from `start` on; not where it is not flat."""
+        self._store.write_state_at(name, number, start, values)
 
     def state_specs(self, name: str) -> list[jax.ShapeDtypeStruct]:
         """Shape and dtype of each of them."""

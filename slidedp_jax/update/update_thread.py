@@ -179,7 +179,10 @@ class HostOptimizer:
             ready = next((key for key in updates if self._can_start(key)), None)
             if self._running and ready is None:
                 return None
-            job = ready or min(updates, key=lambda key: (key[0], -key[1]))
+            # A snapshot lets go of the lowest first; what has not arrived comes from the top.
+            arrived = [key for key in updates if self._gradients[key].has_arrived()]
+            waits = min(arrived) if arrived else min(updates, key=lambda key: (key[0], -key[1]))
+            job = ready or waits
         elif self._running:
             return None
         self._jobs.remove(job)

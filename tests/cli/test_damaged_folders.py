@@ -253,7 +253,7 @@ def fails_in_the_first_step(patch):
 
 
 def fails_to_save(patch):
-    patch.setattr("orbax.checkpoint.Checkpointer.save", lambda *_, **__: 1 / 0)
+    patch.setattr("slidedp_jax.checkpoint.array_streams.ArrayWriter.write", lambda *_, **__: 1 / 0)
 
 
 @pytest.mark.parametrize(
@@ -371,9 +371,9 @@ def test_setting_aside_is_undone_from_any_point(finished, tmp_path, monkeypatch,
 
 def test_a_failed_save_leaves_no_disk_full_of_pieces(inputs, tmp_path, capsys, monkeypatch):
     def full(*_, **__):
-        raise ValueError("RESOURCE_EXHAUSTED: No space left on device [os_error_code='28']")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "somewhere")
 
-    monkeypatch.setattr("orbax.checkpoint.Checkpointer.save", full)
+    monkeypatch.setattr(os, "pwrite", full)
     out = tmp_path / "run"
     assert main(inputs.command(out, max_steps=2)) == 1
     assert "No space left on device" in capsys.readouterr().err

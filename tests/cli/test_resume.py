@@ -210,14 +210,13 @@ def test_other_settings_are_refused_by_name_and_overwriting_starts_over(
     assert losses(out)[0] == losses(straight)[0] and losses(out)[1:] != losses(straight)[1:3]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of reads cut short
 def test_a_damaged_checkpoint_is_named_and_the_one_before_goes_on(
     inputs, straight, tmp_path, capsys
 ):
     out = tmp_path / "run"
     inputs.train(out, max_steps=2, save_steps=1)
     newest = out / "checkpoints" / "step_00000002"
-    files = sorted(newest.rglob("d/*"), key=lambda path: path.stat().st_size)
+    files = sorted(newest.rglob("0*"), key=lambda path: path.stat().st_size)
     for file in files:
         file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     assert files and main(inputs.command(out, max_steps=3)) == 1

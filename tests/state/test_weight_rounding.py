@@ -79,7 +79,7 @@ def test_every_threshold_occurs_once_in_each_section():
     assert sorted(TABLE.tolist()) == list(range(2**16))
     for section in (0, 1, 7, 65536):
         dithers = DITHER.dither(NAME, section * SECTION, SECTION)
-        assert dithers.dtype == np.uint32
+        assert dithers.dtype == np.uint16
         assert (np.bincount(dithers) == 1).all() and len(np.bincount(dithers)) == 2**16
 
 

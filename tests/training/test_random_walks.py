@@ -22,6 +22,7 @@ from test_fences import OPTIMIZER, everything
 
 from slidedp_jax import TO_BE_RESTORED, Trainer, TrainingStopped, UserError
 from slidedp_jax.checkpoint import save_restore
+from slidedp_jax.checkpoint.array_streams import ArrayWriter
 from slidedp_jax.generate import generate
 from slidedp_jax.models import decoder
 from slidedp_jax.tracer import Tracer
@@ -213,8 +214,8 @@ class Walk:
             assert self.weather.clear_up(), "an interrupt was swallowed"
 
     def full_disk(self):
-        write = save_restore._write_item
-        left = [self.chance.randrange(4)]
+        write = ArrayWriter.write
+        left = [self.chance.randrange(40)]
 
         def refuse(*arguments):
             left[0] -= 1
@@ -224,7 +225,7 @@ class Walk:
 
         folder = self.folder / "full"
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(save_restore, "_write_item", refuse)
+            patch.setattr(ArrayWriter, "write", refuse)
             with pytest.raises(OSError, match="No space left"):
                 self.it.save(folder)
         assert not list(folder.iterdir())
@@ -248,17 +249,22 @@ class Walk:
     def disk_that_fails_while_restoring(self):
         """All has been judged, part is written: nothing goes on until another one is restored."""
         if path := self.a_checkpoint():
-            write = save_restore.write_stage
-            left = [self.chance.randrange(4)]
+            into_state = save_restore.into_state
+            left = [self.chance.randrange(40)]
 
-            def refuse(*arguments):
-                left[0] -= 1
-                if left[0] < 0:
-                    raise OSError(5, "Input/output error")
-                write(*arguments)
+            def refusing(writer):
+                use = into_state(writer)
+
+                def refuse(*arguments):
+                    left[0] -= 1
+                    if left[0] < 0:
+                        raise OSError(5, "Input/output error")
+                    use(*arguments)
+
+                return refuse
 
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(save_restore, "write_stage", refuse)
+                patch.setattr(save_restore, "into_state", refusing)
                 with pytest.raises(OSError, match="Input/output"):
                     self.it.restore(path)
             for call in (self.it.parameters, lambda: self.it.step(batch(0))):

@@ -83,7 +83,7 @@ def flip_a_byte(path):
 
 
 def cut_files(path):
-    for data in path.rglob("d/*"):
+    for data in path.rglob("0*"):
         data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
 
 
@@ -91,7 +91,7 @@ DAMAGES = {
     "a byte of the last item": lambda path: flip_a_byte(path / "head"),
     "a cut item": lambda path: cut_files(path / "model.layers.2"),
     "a lost item": lambda path: shutil.rmtree(path / "head"),
-    "lost arrays": lambda path: shutil.rmtree(path / "head" / "ocdbt.process_0"),
+    "lost arrays": lambda path: shutil.rmtree(next((path / "head").glob("*.master"))),
     "a number in the record": lambda path: (path / "trainer.json").write_text(
         (path / "trainer.json").read_text().replace('"step": 1', '"step": 7')
     ),
