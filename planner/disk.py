@@ -16,6 +16,24 @@ DISK_BYTES_PER_S = 1.5e9
 """Assumed of a disk until a run has written a checkpoint: a data centre's NVMe drive."""
 
 
+def stall_s(
+    state_bytes: float, buffer_bytes: float, disk_bytes_per_s: float, step_s: float
+) -> float:
+    """Seconds for which a save beside the steps holds them up, in all.
+
+    No chunk is updated again before it has been copied. Of S bytes of state, a buffer takes B at
+    once; the rest is copied as the disk takes R per second, for which it has the t seconds of a
+    step before updates ask for it: (S - B) / R - t.
+
+    Args:
+      state_bytes: of weights and optimizer state.
+      buffer_bytes: memory for what is copied and not written yet.
+      disk_bytes_per_s: what the disk takes.
+      step_s: seconds of a step.
+    """
+    return max(0.0, (state_bytes - buffer_bytes) / disk_bytes_per_s - step_s)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DiskUse:
     """Bytes at the most: a new checkpoint is whole before an old one goes.

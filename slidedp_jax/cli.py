@@ -15,6 +15,7 @@ _COMMANDS = {
     "preview": "look at the rows as training sees them",
     "plan": "predict memory and step time",
     "export": "checkpoint -> Hugging Face folder",
+    "checkpoints": "list, inspect, verify, export or copy checkpoints",
     "generate": "complete a prompt with a model folder",
 }
 
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _usage() -> str:
-    lines = [f"  {name:<10}{text}" for name, text in _COMMANDS.items()]
+    lines = [f"  {name:<13}{text}" for name, text in _COMMANDS.items()]
     return "\n".join(
         [
             f"usage: slidedp {{{','.join(_COMMANDS)}}} ...",
@@ -75,6 +76,10 @@ def _run(command: str, rest: list[str]) -> int:
         from slidedp_jax.export import main as export
 
         return export(rest)
+    if command == "checkpoints":
+        from slidedp_jax.checkpoints import main as checkpoints
+
+        return checkpoints(rest)
     from slidedp_jax.generate import main as generate
 
     return generate(rest) or 0

@@ -98,7 +98,8 @@ def export_checkpoint(
     """
     configure(platform="cpu", num_devices=1, num_host_devices=1)
     from slidedp_jax.checkpoint.record import check_configuration, read_record, recorded_rounding
-    from slidedp_jax.checkpoint.save_restore import list_steps, read_parameter_arrays
+    from slidedp_jax.checkpoint.retention import list_steps
+    from slidedp_jax.checkpoint.save_restore import read_parameter_arrays
     from slidedp_jax.models.decoder import build
     from slidedp_jax.run.export import weights_text
     from slidedp_jax.run.model_card import NAME, model_card

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM at any time of a command: one line and an exit code, never a traceback.
+"""Ctrl-C, SIGTERM and SIGUSR1 at any time of a command: a line and an exit code, no traceback.
 
 A thread takes the signals. Python calls handlers in the main thread and between its own
 instructions only: while that one imports, compiles or waits for a device, Ctrl-C would do nothing
@@ -16,22 +16,33 @@ import threading
 from collections.abc import Callable, Iterator
 
 EXIT_INTERRUPTED = 130
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+EXIT_AGAIN = 75
+"""Of a run that a scheduler has stopped and that has saved: start it again (`EX_TEMPFAIL`)."""
+
+_OF_SCHEDULERS = (signal.SIGTERM, signal.SIGUSR1)
+_SIGNALS = (signal.SIGINT, *_OF_SCHEDULERS)
+_SHARE_FOR_WORK = 0.95
+"""Of the time that a scheduler leaves; the rest is for tidying."""
 _MOST_SECONDS = 10.0
 """For tidying before a process ends."""
 
 
 class StopAtSignal:
-    """Ends the process at SIGINT or SIGTERM, or, `when_ready`, asks for that first.
+    """Ends the process at SIGINT, SIGTERM or SIGUSR1, or, `when_ready`, asks for that first.
 
     Attributes:
       requested: whether a stop was asked for.
+      within_s: seconds from SIGTERM or SIGUSR1 after which the process is killed by whoever sent
+        it; None: not known. It ends before, whatever it does then, and says so.
       last_words: what was kept, for the line that says that the process ends.
       tidy: called before it ends at once, from another thread; errors in it are ignored.
     """
 
     def __init__(self) -> None:
         self.requested = False
+        self.within_s: float | None = None
+        self._signal: int | None = None
+        self._timer: threading.Timer | None = None
         self.last_words: Callable[[], str] = lambda: "nothing was changed"
         self.tidy: Callable[[], None] = lambda: None
         self._softly: str | None = None
@@ -51,6 +62,7 @@ class StopAtSignal:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.in_time()
         if self._pipe is None:
             return
         for number, handler in self._previous.items():
@@ -59,6 +71,16 @@ class StopAtSignal:
         signal.set_wakeup_fd(self._former_pipe)
         os.close(self._pipe[1])  # which ends the thread
         self._pipe = None
+
+    @property
+    def exit_code(self) -> int:
+        """Of a run that was asked to stop and has saved."""
+        return EXIT_AGAIN if self._signal in _OF_SCHEDULERS else EXIT_INTERRUPTED
+
+    def in_time(self) -> None:
+        """What had to be done after a scheduler's signal is done."""
+        if self._timer is not None:
+            self._timer.cancel()
 
     @contextlib.contextmanager
     def when_ready(self, text: str) -> Iterator[None]:
@@ -77,9 +99,19 @@ class StopAtSignal:
 
     def _take(self, number: int) -> None:
         if self._softly is not None and not self.requested:
-            self.requested = True
+            self.requested, self._signal = True, number
             print(self._softly, file=sys.stderr, flush=True)
+            if self.within_s is not None and number in _OF_SCHEDULERS:
+                name, seconds = signal.Signals(number).name, self.within_s
+                text = f"no checkpoint of this step within {seconds:g} s of {name}"
+                self._timer = threading.Timer(_SHARE_FOR_WORK * seconds, self._end, (number, text))
+                self._timer.daemon = True
+                self._timer.start()
             return
+        self._end(number, "stopped at once")
+
+    def _end(self, number: int, why: str) -> None:
+        """End the process now."""
         tidying = threading.Thread(target=self._tidied, daemon=True)
         tidying.start()
         tidying.join(_MOST_SECONDS)
@@ -87,7 +119,7 @@ class StopAtSignal:
             if sys.stdout.isatty():
                 sys.stdout.write("\x1b[?25h\n")  # the cursor, which progress bars hide
             sys.stdout.flush()
-            print(f"stopped at once; {self.last_words()}", file=sys.stderr, flush=True)
+            print(f"{why}; {self.last_words()}", file=sys.stderr, flush=True)
         os._exit(128 + number)
 
     def _tidied(self) -> None:

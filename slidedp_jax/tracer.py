@@ -1,7 +1,8 @@
 """Spans of work on the lanes, for measurements and for tests that delay a lane.
 
 Lanes are the planner's, `h2d`, `compute`, `d2h` and `host_update`, and `wait` where the schedule
-stands still for an update or for gradients to leave. The runtime brackets what it does with
+stands still for an update or for gradients to leave, and `save` of checkpoints beside it. The
+runtime brackets what it does with
 `tracer.span(lane, name)`; with the default tracer that costs nothing.
 """
 
@@ -16,7 +17,7 @@ from typing import Literal
 
 from slidedp_jax.planner.timeline import Lane
 
-SpanLane = Lane | Literal["wait"]
+SpanLane = Lane | Literal["wait", "save"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,11 @@ EXIT_FAILED, EXIT_USAGE = 1, 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 0 done, 1 failed, 2 wrong command."""
+    """Run the command line; returns the exit code.
+
+    0: done; 1: failed; 2: wrong command; 75: stopped by SIGTERM or SIGUSR1 and saved, to be started
+    again; 130: stopped by Ctrl-C and saved; 128 and the signal: ended at once.
+    """
     argv = sys.argv[1:] if argv is None else list(argv)
     if not argv or "--help" in argv or "-h" in argv:
         from slidedp_jax.run.settings_help import help_text
@@ -66,6 +70,7 @@ def train(args: TrainArguments, stop: StopAtSignal) -> int:
     folder = open_run_folder(args)
     if not args.dry_run:
         stop.last_words, stop.tidy = folder.last_checkpoint, folder.abandon
+        stop.within_s = args.stop_within
     try:
         return _train_in(folder, args, num_devices, stop)
     finally:

@@ -16,7 +16,14 @@ import numpy as np
 import optax
 
 from slidedp_jax.assembly import Settings, assemble
-from slidedp_jax.checkpoint.save_restore import Restored, newest, restore, save
+from slidedp_jax.checkpoint.save_beside import SaveBeside
+from slidedp_jax.checkpoint.save_restore import (
+    Restored,
+    newest,
+    restore,
+    save,
+    save_beside,
+)
 from slidedp_jax.errors import UserError
 from slidedp_jax.models.streamed import StreamedModel
 from slidedp_jax.planner.strategy import Strategy
@@ -120,6 +127,8 @@ class Trainer:
         self.model = model
         self.strategy = strategy
         self._inference_only = inference_only
+        self._saving: SaveBeside | None = None
+        self._tracer = tracer or Tracer()
         self.seed = seed
         devices, host_devices = current_setup().devices()
         self._devices = _first(devices, num_devices)
@@ -135,7 +144,7 @@ class Trainer:
             kernel_form=kernel_form,
             ema_decay=ema_decay,
             inference_only=inference_only,
-            tracer=tracer or Tracer(),
+            tracer=self._tracer,
         )
         parts = assemble(model, treatments, strategy, self._devices, host_devices, settings)
         self.store, self.weights, self.gate = parts.store, parts.weights, parts.gate
@@ -155,7 +164,9 @@ class Trainer:
             layouts=parts.store.layouts,
         )
         # A trainer that is dropped without `close` leaves neither thread nor page locks behind.
-        self._dropped = weakref.finalize(self, free, parts.updates, parts.weights, parts.store)
+        self._dropped = weakref.finalize(
+            self, free, parts.updates, parts.weights, parts.store, parts.fences
+        )
         self._dropped.atexit = False
 
     def step(self, batch: Mapping[str, np.ndarray]) -> StepMetrics:
@@ -167,8 +178,11 @@ class Trainer:
           UserError: the batch does not fit the model or has more rows than the strategy was planned
             for, or the trainer is for inference only.
           TrainingStopped: an update failed or a gradient was not finite.
+          OSError: a save beside the steps has failed; said once, and no step was taken.
         """
         self._check_may_train()
+        if self._saving is not None:
+            self._saving.say_failure()
         with self.gate.turn:
             self.gate.check_own()
             prepared = self.passes.prepare(batch, training=True)
@@ -378,7 +392,59 @@ class Trainer:
           OSError: the file system refuses; no `step_N` is left behind.
         """
         self.gate.check_own()
+        self.finish_save()
         return save(self.gate, self.model, pathlib.Path(folder), extra or {})
+
+    def save_beside(
+        self,
+        folder: str | os.PathLike[str],
+        extra: Mapping[str, Any] | None = None,
+        *,
+        buffer_bytes: int | None = None,
+    ) -> SaveBeside:
+        """Begin to write a checkpoint `folder/step_N` of this step while later steps go on.
+
+        It is the checkpoint that `save` would write, in every bit. Each chunk is copied when its
+        update is committed, and written behind that; what does not fit the buffer is copied as the
+        disk takes the rest, and its next update waits. With S bytes of state, a buffer of B and a
+        disk that takes R per second, steps of t seconds are held up for (S - B) / R - t in all. A
+        save that is under way is waited for first.
+
+        Args:
+          folder: where checkpoints live; made if absent.
+          extra: JSON-able values to keep beside the state, which `restore` returns.
+          buffer_bytes: most host memory for what has been copied and is not written yet, 512 MiB
+            at least; None: four fifths of what is free.
+
+        Returns:
+          The save; its `result()` waits for it. If it fails, the next `step`, `save` or `close`
+          says so.
+
+        Raises:
+          UserError: there is a checkpoint of another state with the same number of steps.
+          OSError: the save before this one has failed, which nobody was told.
+        """
+        self.gate.check_own()
+        self.finish_save()
+        self._saving = save_beside(
+            self.gate,
+            self.model,
+            pathlib.Path(folder),
+            extra or {},
+            buffer_bytes=buffer_bytes,
+            tracer=self._tracer,
+        )
+        return self._saving
+
+    def finish_save(self) -> None:
+        """Wait for a save beside the steps, if there is one.
+
+        Raises:
+          OSError: it has failed, which nobody was told.
+        """
+        if self._saving is not None:
+            self._saving.wait()
+            self._saving.say_failure()
 
     def restore(self, folder: str | os.PathLike[str]) -> Restored:
         """Go on from a checkpoint, whatever devices and chunking it was saved with.
@@ -393,6 +459,8 @@ class Trainer:
         """
         self.gate.check_open()
         self.gate.check_own()
+        if self._saving is not None:
+            self._saving.wait()
         return restore(self.gate, self.model, newest(pathlib.Path(folder)))
 
     def wait(self) -> None:
@@ -400,16 +468,26 @@ class Trainer:
         self.gate.wait()
 
     def close(self) -> None:
-        """Finish pending updates, end the update thread and free the host state."""
+        """Finish pending updates and saves, end the update thread and free the host state.
+
+        Raises:
+          OSError: a save beside the steps has failed, which nobody was told.
+        """
         self.gate.close(self.weights)
         self._dropped.detach()
+        self.finish_save()
 
     def __enter__(self) -> Trainer:
         self.gate.check_open()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.close()
+        except OSError as error:
+            if kind is None:
+                raise
+            _LOG.error("a checkpoint was not written: %s", error)  # the other error is on its way
 
     def _check_may_train(self) -> None:
         self.gate.check_open()

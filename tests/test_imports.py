@@ -36,6 +36,7 @@ FLOORS = [
     {"generate", "pretrained"},
     {"run"},
     {"export", "preview"},
+    {"checkpoints"},
     {"train"},
     {"cli"},
 ]

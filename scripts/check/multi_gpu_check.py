@@ -152,7 +152,7 @@ class Check:
 
     def checkpoint_travels(self, num_devices: int) -> dict[str, Any]:
         """Two steps on many devices, one on one device, the rest on many again."""
-        from slidedp_jax.checkpoint import save_restore as checkpoint
+        from slidedp_jax.checkpoint.retention import list_steps
 
         whole = self.train(num_devices, dtype="float32")
         losses: list[float] = []
@@ -166,7 +166,7 @@ class Check:
             ):
                 with self._trainer(count, dtype="float32") as trainer:
                     if first:
-                        trainer.restore(checkpoint.list_steps(folder)[-1])
+                        trainer.restore(list_steps(folder)[-1])
                     losses += steps(trainer, self._batches[first:last])[0]
                     if last < NUM_STEPS:
                         trainer.save(folder)

@@ -99,12 +99,12 @@ class Sums:
             self._pieces[array] = {0: (total, array.num_bytes)}
             return total
 
-    def of_all(self) -> Checksums:
-        """Of every array, all of whose pieces have come."""
+    def of_all(self, arrays: Iterable[StoredArray]) -> Checksums:
+        """Of these arrays, all of whose pieces have come, in their order."""
         found: Checksums = {}
-        for array, values in self._pieces.items():
+        for array in arrays:
             assert self._left[array] == 0, f"{array.key} of {array.name} is not complete"
-            found.setdefault(array.name, {})[array.key] = values[0][0]
+            found.setdefault(array.name, {})[array.key] = self._pieces[array][0][0]
         return found
 
 
@@ -169,7 +169,7 @@ class ArrayWriter:
         assert not self._open, "some arrays are not complete"
         for item in dict.fromkeys(array.item for array in self._arrays):
             sync_folder(self._folder / item)
-        return self.sums.of_all()
+        return self.sums.of_all(self._arrays)
 
     def abandon(self) -> None:
         """Close what is open, after a failure."""
@@ -281,7 +281,7 @@ def checksums(arrays: Sequence[StoredArray], fill: Fill) -> Checksums:
         sums.add(piece, value)
 
     for_each_piece(add_up, pieces_of(arrays))
-    return sums.of_all()
+    return sums.of_all(arrays)
 
 
 def is_plain(item: pathlib.Path) -> bool:

@@ -10,7 +10,7 @@ import importlib.metadata
 import json
 import logging
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast, get_args
 
 import jax
@@ -19,7 +19,7 @@ import numpy as np
 from slidedp_jax.errors import UserError
 from slidedp_jax.state.weight_rounding import WeightRounding
 from slidedp_jax.update.kernel_form import KernelForm, kernel_form, major_minor
-from slidedp_jax.update.state_gate import StateGate, StateReader
+from slidedp_jax.update.state_gate import StateGate
 from slidedp_jax.update.state_meaning import digest
 from slidedp_jax.whole_files import write_whole
 
@@ -39,6 +39,8 @@ _TYPES: Mapping[str, type | tuple[type, ...]] = {
 }
 """Of the entries that every record has; later versions added some that older ones lack."""
 
+WEIGHTS_ONLY = "weights_only"
+"""Entry of copies without the optimizer's state."""
 _DIGEST = "digest"
 ROUNDING = "weight_rounding"
 """Entry of how masters become the weights that compute."""
@@ -47,12 +49,9 @@ _PROGRAM_PACKAGES = ("jax", "optax")
 
 
 def describe(
-    gate: StateGate,
-    reader: StateReader,
-    configuration: Mapping[str, Any],
-    extra: Mapping[str, Any],
+    gate: StateGate, configuration: Mapping[str, Any], extra: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The record of the state that is read, without checksums of its arrays.
+    """The record of the present version, without its arrays' checksums and its shared state.
 
     Raises:
       TypeError: `extra` holds what JSON cannot.
@@ -60,10 +59,9 @@ def describe(
     meaning = gate.meaning
     record = {
         "format": FORMAT,
-        "step": reader.version,
+        "step": gate.version,
         "versions": {name: importlib.metadata.version(name) for name in _PROGRAM_PACKAGES},
         "configuration": configuration,
-        "shared_optimizer_state": [to_json(leaf) for leaf in reader.shared],
         "shared_optimizer_state_names": list(meaning.shared),
         "optimizer_state": state_kinds(gate),
         "optimizer_state_names": meaning.names,
@@ -74,6 +72,11 @@ def describe(
         "extra": dict(extra),
     }
     return dict(json.loads(json.dumps(record)))
+
+
+def describe_shared(shared: Sequence[np.ndarray]) -> dict[str, Any]:
+    """What the record says of the optimizer state that no parameter owns."""
+    return {"shared_optimizer_state": [to_json(leaf) for leaf in shared]}
 
 
 def write_record(folder: pathlib.Path, record: Mapping[str, Any]) -> None:
@@ -122,6 +125,12 @@ def check_fits(
       UserError: it cannot; the message names what differs.
     """
     check_configuration(checkpoint, record, configuration)
+    if record.get(WEIGHTS_ONLY):
+        raise UserError(
+            f"{checkpoint} is a copy of weights without the optimizer's state, from which training "
+            "cannot go on. Export it and start a new run from that folder, or give the checkpoint "
+            "that it is a copy of"
+        )
     _check_kinds(checkpoint, record["optimizer_state"], state_kinds(gate))
     _check_shared(checkpoint, record, gate)
     _check_meaning(checkpoint, record, gate)

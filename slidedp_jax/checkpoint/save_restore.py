@@ -10,9 +10,8 @@ side. Everything is written into a hidden sibling folder and renamed when comple
 from __future__ import annotations
 
 import pathlib
-import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,6 @@ import numpy as np
 from slidedp_jax.checkpoint.array_streams import (
     ArrayReader,
     ArrayWriter,
-    Checksums,
     Fill,
     Use,
     check_metadata,
@@ -37,12 +35,21 @@ from slidedp_jax.checkpoint.record import (
     RECORD,
     check_fits,
     describe,
+    describe_shared,
     form_to_go_on_with,
     read_record,
     recorded_rounding,
     shared_state,
     write_record,
 )
+from slidedp_jax.checkpoint.retention import is_checkpoint, list_steps
+from slidedp_jax.checkpoint.save_beside import (
+    SMALLEST_BUFFER_BYTES,
+    SaveBeside,
+    default_buffer_bytes,
+    timed,
+)
+from slidedp_jax.checkpoint.snapshot_writer import SnapshotWriter
 from slidedp_jax.checkpoint.state_arrays import from_state, into_state
 from slidedp_jax.checkpoint.stored_arrays import (
     Piece,
@@ -54,10 +61,9 @@ from slidedp_jax.checkpoint.stored_arrays import (
 from slidedp_jax.disk_room import writing
 from slidedp_jax.errors import UserError
 from slidedp_jax.models.streamed import Stage, StreamedModel
+from slidedp_jax.tracer import Tracer
 from slidedp_jax.update.state_gate import StateGate
 from slidedp_jax.whole_files import UNFINISHED, remove_whole, sync_folder
-
-_STEP = re.compile(r"step_(\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,47 +98,107 @@ def save(
       OSError: the file system refuses (`DiskFull`, with the sizes, where there is no room);
         nothing is left behind.
     """
-    arrays = arrays_of(gate, model.stages())
     with gate.reading() as reader:
-        record = describe(gate, reader, model.configuration, extra)
-        target = folder / f"step_{reader.version:08d}"
+        arrays = arrays_of(gate, model.stages())
+        record = describe(gate, model.configuration, extra) | describe_shared(reader.shared)
+        target, fill = _target(gate, folder), from_state(reader)
         if (target / RECORD).is_file():
-            _check_is_saved(arrays, from_state(reader), target, record)
+            _check_is_saved(arrays, fill, target, record)
             return target
-        with writing(target, total_bytes(arrays)):
-            _write_checkpoint(arrays, from_state(reader), target, record)
+
+        def write(writer: ArrayWriter) -> None:
+            for_each_piece(lambda block, piece: writer.write(block, piece, fill), pieces_of(arrays))
+
+        _write_checkpoint(target, record, arrays, write)
         return target
 
 
+def save_beside(
+    gate: StateGate,
+    model: StreamedModel,
+    folder: pathlib.Path,
+    extra: Mapping[str, Any],
+    *,
+    buffer_bytes: int | None,
+    tracer: Tracer,
+) -> SaveBeside:
+    """Begin to write `folder/step_N` for the present step N; see `Trainer.save_beside`.
+
+    Args:
+      gate: of the state.
+      model: its stages and configuration.
+      folder: where checkpoints live; made if absent.
+      extra: JSON-able values to keep beside the state.
+      buffer_bytes: most memory for what has been copied and is not written yet; None: what is free.
+      tracer: takes note of copies and writes.
+
+    Raises:
+      UserError: there is a checkpoint of another state with the same number of steps.
+    """
+    with gate.turn:
+        gate.check()
+        arrays = arrays_of(gate, model.stages())
+        size = total_bytes(arrays)
+        most = default_buffer_bytes(size) if buffer_bytes is None else buffer_bytes
+        most = max(most, SMALLEST_BUFFER_BYTES)
+        target = _target(gate, folder)
+        if (target / RECORD).is_file():
+            save(gate, model, folder, extra)
+            return SaveBeside(target, lambda: timed(lambda: 0.0, num_bytes=0, buffer_bytes=0))
+        record = describe(gate, model.configuration, extra)
+        snapshot = gate.snapshot()
+
+    def write() -> float:
+        try:
+            record.update(describe_shared(snapshot.shared()))
+            _write_checkpoint(
+                target,
+                record,
+                arrays,
+                lambda writer: SnapshotWriter(
+                    snapshot, arrays, writer, buffer_bytes=most, tracer=tracer
+                ).run(),
+            )
+        finally:
+            snapshot.abandon()
+        return snapshot.held_s
+
+    return SaveBeside(target, lambda: timed(write, num_bytes=size, buffer_bytes=most))
+
+
+def _target(gate: StateGate, folder: pathlib.Path) -> pathlib.Path:
+    return folder / f"step_{gate.version:08d}"
+
+
 def _write_checkpoint(
-    arrays: Sequence[StoredArray], fill: Fill, target: pathlib.Path, record: dict[str, Any]
+    target: pathlib.Path,
+    record: dict[str, Any],
+    arrays: Sequence[StoredArray],
+    write: Callable[[ArrayWriter], None],
 ) -> None:
-    """Write a checkpoint that is not there yet.
+    """Write a checkpoint that is not there yet; `write` writes all its arrays.
 
     Raises:
       OSError: the file system refuses; nothing is left.
     """
-    remove_whole(target)  # half copied
     unfinished = target.with_name(f".{target.name}{UNFINISHED}")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    try:
-        record["checksums"] = _write_arrays(unfinished, arrays, fill)
-        write_record(unfinished, record)
-        unfinished.rename(target)
-    except BaseException:  # what is left would keep a full disk full
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-    sync_folder(target.parent)
-
-
-def _write_arrays(folder: pathlib.Path, arrays: Sequence[StoredArray], fill: Fill) -> Checksums:
-    writer = ArrayWriter(folder, arrays)
-    try:
-        for_each_piece(lambda block, piece: writer.write(block, piece, fill), pieces_of(arrays))
-        return writer.finish()
-    finally:
-        writer.abandon()
+    with writing(target, total_bytes(arrays)):
+        try:
+            remove_whole(target)  # half copied
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+            writer = ArrayWriter(unfinished, arrays)
+            try:
+                write(writer)
+                record["checksums"] = writer.finish()
+            finally:
+                writer.abandon()
+            write_record(unfinished, record)
+            unfinished.rename(target)
+        except BaseException:  # what is left would keep a full disk full
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+        sync_folder(target.parent)
 
 
 def restore(gate: StateGate, model: StreamedModel, checkpoint: pathlib.Path) -> Restored:
@@ -173,29 +239,13 @@ def newest(folder: pathlib.Path) -> pathlib.Path:
     Raises:
       UserError: there is none.
     """
-    if (folder / RECORD).is_file() or _STEP.fullmatch(folder.name):
+    if is_checkpoint(folder):
         return folder
     if steps := list_steps(folder):
         return steps[-1]
     raise UserError(
         f"{folder} holds no complete checkpoint; give a folder `step_N`, or one of them"
     )
-
-
-def list_steps(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Complete checkpoints of a run, oldest step first."""
-    if not folder.is_dir():
-        return []
-    found = [(int(m[1]), path) for path in folder.iterdir() if (m := _STEP.fullmatch(path.name))]
-    return [path for _, path in sorted(found) if (path / RECORD).is_file()]
-
-
-def keep_last(folder: pathlib.Path, number: int) -> None:
-    """Delete all but the newest `number` complete checkpoints of a run, and leftovers of saves."""
-    for path in list_steps(folder)[:-number]:
-        remove_whole(path)
-    for path in folder.glob(f".step_*{UNFINISHED}"):
-        shutil.rmtree(path)
 
 
 def read_parameter_arrays(

@@ -156,7 +156,21 @@ class TrainArguments:
 
     save_steps: int | None = _setting("output", "steps between saves; null: see save_at_end", 500)
     save_at_end: bool = _setting("output", "a checkpoint of the last step", True)
-    save_total_limit: int = _setting("output", "checkpoints to keep", 2)
+    save_minutes: float | None = _setting("output", "minutes between saves, by the clock", None)
+    save_beside: bool = _setting(
+        "output", "write checkpoints while steps go on; false: steps wait", True
+    )
+    save_buffer: float | None = _setting(
+        "output", "GiB for what is copied and not written yet; null: what is free", None
+    )
+    save_total_limit: int = _setting("output", "newest checkpoints to keep", 2)
+    save_keep_every: int | None = _setting(
+        "output", "keep those of its multiples as well, for good", None
+    )
+    save_best: bool = _setting("output", "keep that of the lowest held-out loss as well", False)
+    stop_within: float | None = _setting(
+        "output", "seconds from SIGTERM or SIGUSR1 until the process must have ended", None
+    )
     overwrite_output_dir: bool = _setting("output", "start over in a used folder", False)
     allow_changed: list[str] = _setting(
         "output",
@@ -186,7 +200,8 @@ class TrainArguments:
         )
         for name in ("gradient_accumulation_steps", "logging_steps"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
-        for name in ("max_steps", "save_steps", "eval_steps", "num_devices", "max_train_samples"):
+        counts = ("max_steps", "save_steps", "save_keep_every", "eval_steps")
+        for name in (*counts, "num_devices", "max_train_samples"):
             value = getattr(self, name)
             self._require(name, value is None or value >= 1, "at least 1, or null")
         ema_ok = self.ema_decay is None or 0 < self.ema_decay < 1
@@ -195,6 +210,12 @@ class TrainArguments:
         self._require("max_loss", loss_ok, "positive and finite, or null")
         self._require("max_consecutive_skips", self.max_consecutive_skips >= 1, "at least 1")
         self._require("save_total_limit", self.save_total_limit >= 1, "at least 1")
+        for name in ("save_minutes", "save_buffer", "stop_within"):
+            value = getattr(self, name)
+            ok = value is None or 0 < value < math.inf
+            self._require(name, ok, "positive and finite, or null")
+        if self.save_best and not self.validation_file:
+            raise UserError("save_best goes by the held-out loss; give a validation_file")
         self._require("num_train_epochs", 0 < self.num_train_epochs < math.inf, "positive")
         numbers = ("learning_rate", "weight_decay", "warmup_steps", "max_grad_norm")
         for name in (*numbers, "router_aux_loss_coef", "router_z_loss_coef"):

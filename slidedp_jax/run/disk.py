@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from slidedp_jax.checkpoint.save_restore import list_steps
+from slidedp_jax.checkpoint.retention import Retention, list_steps, step_of
 from slidedp_jax.disk_room import bytes_within, free_bytes, nearest_folder, write_rate
 from slidedp_jax.errors import UserError
 from slidedp_jax.planner.disk import DISK_BYTES_PER_S, DiskUse, disk_use
@@ -30,8 +31,10 @@ class RunDisk:
       root: the output folder; it may not exist yet.
       use: one checkpoint, the export, and how many checkpoints there are at once.
       saves: steps that end in a save.
-      kept: complete checkpoints that are there now.
-      limit: how many stay after a save.
+      kept: steps of the complete checkpoints that are there now.
+      limit: how many of the newest stay after a save.
+      every: those of its multiples stay as well; None: none.
+      best: one more may stay for its held-out loss.
       replaced_bytes: of a run that is there until the first save.
       free_bytes: on the file system of the output folder; None where it is not this machine's.
       bytes_per_s: that it writes; None where that was not looked at.
@@ -40,8 +43,10 @@ class RunDisk:
     root: pathlib.Path
     use: DiskUse
     saves: tuple[int, ...]
-    kept: int
+    kept: tuple[int, ...]
     limit: int
+    every: int | None
+    best: bool
     replaced_bytes: int
     free_bytes: int | None
     bytes_per_s: float | None = None
@@ -112,11 +117,9 @@ class RunDisk:
             )
         if self._peak(self.saves, limit=self.limit) <= self.free_bytes:
             return []
-        first = next(
-            step
-            for number, step in enumerate(self.saves, start=1)
-            if self._peak(self.saves[:number], limit=self.limit) > self.free_bytes
-        )
+        _, *peaks = self._peaks(self.saves, limit=self.limit)
+        pairs = zip(self.saves, peaks, strict=True)
+        first = next(step for step, peak in pairs if peak > self.free_bytes)
         return [
             f"save_total_limit {self.limit} needs "
             f"{size_text(self._peak(self.saves, limit=self.limit))} more on the disk, "
@@ -134,14 +137,42 @@ class RunDisk:
 
     def _peak(self, saves: tuple[int, ...], *, limit: int) -> float:
         """Most bytes beside what is there now; a new checkpoint is whole before an old one goes."""
-        one, peak, now = self.use.checkpoint_bytes, 0.0, self.kept
+        *_, peak = self._peaks(saves, limit=limit)
+        return peak
+
+    def _peaks(self, saves: tuple[int, ...], *, limit: int) -> Iterator[float]:
+        """If the run ended after none, the first, the second of these saves."""
+        one, before = self.use.checkpoint_bytes, len(self.kept)
+        peak, export = 0.0, self.use.export_bytes
+        yield export
+        retention = Retention(last=limit, every=self.every)
         replaced = 0
-        for _ in saves[: limit + 2]:  # from then on, nothing changes
-            now += 1
-            peak = max(peak, (now - self.kept) * one - replaced)
+        for now, most in numbers(self.kept, saves, retention, best=self.best):
+            peak = max(peak, (most - before) * one - replaced)
             replaced = self.replaced_bytes
-            now = min(now, limit)
-        return max(peak, (now - self.kept) * one - replaced + self.use.export_bytes)
+            yield max(peak, (now - before) * one - replaced + export)
+
+
+def numbers(
+    kept: Iterable[int], saves: Iterable[int], retention: Retention, *, best: bool
+) -> Iterator[tuple[int, int]]:
+    """Per save, how many checkpoints stay after it and how many are there at most.
+
+    Args:
+      kept: steps of those that are there.
+      saves: steps at which one is written.
+      retention: which stay.
+      best: one more may.
+    """
+    there = set(kept)
+    for step in saves:
+        there.add(step)
+        most = len(there)
+        left = retention.kept(there)
+        if best and (others := there - left):
+            left.add(min(others))
+        there = left
+        yield len(there), most
 
 
 def disk_of_run(
@@ -157,7 +188,8 @@ def disk_of_run(
       first_step: steps that are done.
     """
     saves = _saves(args, num_steps=num_steps, first_step=first_step)
-    kept = 0 if folder.replaces else len(list_steps(folder.checkpoints))
+    kept = () if folder.replaces else tuple(map(step_of, list_steps(folder.checkpoints)))
+    retention = Retention(last=args.save_total_limit, every=args.save_keep_every)
     exported = first_step >= num_steps and folder.export.is_dir()
     use = disk_use(
         plan.job.workload.num_parameters,
@@ -167,7 +199,8 @@ def disk_of_run(
         averaged=args.ema_decay is not None,
     )
     large = max(use.checkpoint_bytes, use.export_bytes) >= LARGE_BYTES
-    most = min(kept + len(saves), max(kept, args.save_total_limit) + 1)
+    at_saves = [most for _, most in numbers(kept, saves, retention, best=args.save_best)]
+    most = max([len(kept), *at_saves])
     return RunDisk(
         root=folder.root,
         use=dataclasses.replace(
@@ -178,6 +211,8 @@ def disk_of_run(
         saves=saves,
         kept=kept,
         limit=args.save_total_limit,
+        every=args.save_keep_every,
+        best=args.save_best,
         replaced_bytes=sum(bytes_within(folder.root / name) for name in FOLDERS)
         if folder.replaces
         else 0,
@@ -187,11 +222,13 @@ def disk_of_run(
 
 
 def _saves(args: TrainArguments, *, num_steps: int, first_step: int) -> tuple[int, ...]:
-    """Steps that end in a save."""
-    steps: list[int] = []
-    if args.save_steps is not None:
-        every = args.save_steps
-        steps = list(range((first_step // every + 1) * every, num_steps + 1, every))
-    if args.save_at_end and num_steps > first_step and steps[-1:] != [num_steps]:
-        steps.append(num_steps)
-    return tuple(steps)
+    """Steps that end in a save; of those by the clock as many as may be there at once."""
+    steps: set[int] = set()
+    for every in (args.save_steps, args.save_keep_every if args.save_minutes else None):
+        if every is not None:
+            steps |= set(range((first_step // every + 1) * every, num_steps + 1, every))
+    if args.save_minutes is not None:
+        steps |= set(range(first_step + 1, num_steps + 1)[: args.save_total_limit + 2])
+    if args.save_at_end and num_steps > first_step:
+        steps.add(num_steps)
+    return tuple(sorted(steps))

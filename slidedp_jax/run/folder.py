@@ -9,7 +9,7 @@ import pathlib
 import shutil
 from typing import Any
 
-from slidedp_jax.checkpoint.save_restore import list_steps
+from slidedp_jax.checkpoint.retention import list_steps
 from slidedp_jax.errors import UserError
 from slidedp_jax.run.arguments import TrainArguments
 from slidedp_jax.run.changes import check_allowed, check_settings

@@ -6,7 +6,6 @@ import dataclasses
 import datetime
 import functools
 import importlib.metadata
-import pathlib
 import platform
 import sys
 import time
@@ -17,9 +16,8 @@ import numpy as np
 
 import slidedp_jax
 from slidedp_jax.checkpoint.record import ROUNDING
-from slidedp_jax.checkpoint.save_restore import keep_last
 from slidedp_jax.generate import encode_prompt, generate
-from slidedp_jax.interrupts import EXIT_INTERRUPTED, StopAtSignal
+from slidedp_jax.interrupts import StopAtSignal
 from slidedp_jax.planner.hardware import size_text
 from slidedp_jax.planner.report import plan_as_dict
 from slidedp_jax.planner.search import Plan
@@ -40,6 +38,7 @@ from slidedp_jax.run.progress import LoadProgress, Progress
 from slidedp_jax.run.record import IN_CHECKPOINT, essential
 from slidedp_jax.run.resume import Resumption, planned_for, rounding_to_begin_with, xla_flags
 from slidedp_jax.run.same_inputs import base_model_name, fingerprints
+from slidedp_jax.run.saving import Saves
 from slidedp_jax.state.starting_state import TO_BE_RESTORED
 from slidedp_jax.state.weight_rounding import Rounding
 from slidedp_jax.trainer import Trainer
@@ -74,13 +73,19 @@ class Run:
         self._padding_seen = 0
         self._skipped = 0
         self._timed: list[tuple[int, float]] = []
-        self._not_saved: OSError | None = None
-        self._saved_step: int | None = None
+        self._saves = Saves(
+            args,
+            plan,
+            folder.checkpoints,
+            metrics=folder.metrics,
+            held_out_rows=None if inputs.evaluation is None else self._held_out_rows(),
+            saved=folder.succeeded,
+        )
 
     @property
     def _exports(self) -> bool:
         """Whether weights are exported: when that is asked for, and when they would be lost."""
-        return self._args.export or self._not_saved is not None
+        return self._args.export or self._saves.not_saved is not None
 
     def run(self, resumed: Resumption | None) -> int:
         """Load, train, save, export, report."""
@@ -109,7 +114,7 @@ class Run:
             "stopping after this step; a checkpoint is written (once more: at once)"
         ):
             complete = self._loop(trainer, first_step)
-        if self._stop.requested and trainer.step_count == self._saved_step:
+        if self._stop.requested and trainer.step_count == self._saves.step:
             complete = False  # it came after the last step; what is left is done by the next start
         return self._finish(trainer, complete=complete)
 
@@ -171,15 +176,19 @@ class Run:
         try:
             for step in range(first_step + 1, num_steps + 1):
                 progress.step(self._step(trainer, step, progress))
+                self._saves.look(progress)
                 stopping = self._stop.requested
-                due = args.save_steps is not None and step % args.save_steps == 0
-                if due or stopping or (step == num_steps and args.save_at_end):
-                    self._save(trainer, progress, last=step == num_steps and not stopping)
+                ends = stopping or (step == num_steps and args.save_at_end)
+                if ends or self._saves.due(step):
+                    last = step == num_steps
+                    self._save(trainer, progress, last=last and not stopping, waits=ends or last)
                 if stopping:  # what is left, such as an evaluation, is done by the next start
+                    self._stop.in_time()
                     return False
                 if self._evaluation_due(step, num_steps):
                     with progress.doing("evaluating"):
                         self._evaluate(trainer, step, progress.write, progress.say)
+            self._saves.finish(progress)
             return True
         finally:
             progress.close()
@@ -267,21 +276,19 @@ class Run:
         write(record)
         say(f"step {step}: held-out loss {loss:.4f} over {count} tokens")
 
-    def _save(self, trainer: Trainer, progress: Progress, *, last: bool) -> None:
+    def _save(self, trainer: Trainer, progress: Progress, *, last: bool, waits: bool) -> None:
         """Write a checkpoint; a `last` one that fails leaves the weights to the export."""
         try:
-            with progress.doing("saving a checkpoint"):
-                path = self._write_checkpoint(trainer)
+            self._saves.save(trainer, self._extra(), progress, waits=waits)
         except OSError as error:
             if not last:
                 raise
-            self._not_saved = error
+            self._saves.not_saved = error
             progress.say("the last checkpoint cannot be written; the weights are exported instead")
-            return
-        progress.say(f"saved {path}")
 
-    def _write_checkpoint(self, trainer: Trainer) -> pathlib.Path:
-        extra = {
+    def _extra(self) -> dict[str, Any]:
+        """What a checkpoint holds beside the state."""
+        return {
             "data": self._inputs.source.state(),
             "rows_per_step": self._inputs.source.rows_per_step,
             "num_steps": self._inputs.num_steps,
@@ -291,17 +298,12 @@ class Run:
             "seed": self._args.seed,
             IN_CHECKPOINT: essential(self._run_record),
         }
-        path = trainer.save(self._folder.checkpoints, extra)
-        self._saved_step = trainer.step_count
-        self._folder.succeeded()
-        keep_last(self._folder.checkpoints, self._args.save_total_limit)
-        return path
 
     def _finish(self, trainer: Trainer, *, complete: bool) -> int:
         """Samples, export and the summary."""
         if not complete:
             print(f"stopped at step {trainer.step_count}; the same command goes on from there")
-            return EXIT_INTERRUPTED
+            return self._stop.exit_code
         self._sample(trainer, "after training")
         if self._exports:
             export_run(
@@ -314,11 +316,12 @@ class Run:
             )
         self._folder.succeeded()
         self._summary(trainer)
-        if self._not_saved is None:
+        if self._saves.not_saved is None:
             return 0
         print(
-            f"error: the last checkpoint was not written: {self._not_saved}\nThe weights of step "
-            f"{trainer.step_count} are in {self._folder.export}, without the optimizer's state",
+            f"error: the last checkpoint was not written: {self._saves.not_saved}\n"
+            f"The weights of step {trainer.step_count} are in {self._folder.export}, without the "
+            "optimizer's state",
             file=sys.stderr,
         )
         return EXIT_FAILED

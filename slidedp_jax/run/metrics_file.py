@@ -6,7 +6,7 @@ import datetime
 import json
 import math
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from slidedp_jax.disk_room import writing
@@ -94,6 +94,38 @@ def has_evaluation(path: pathlib.Path, step: int, rows: str) -> bool:
     return any(
         "eval_loss" in record and record.get(EVALUATED_ROWS, rows) == rows for record in records
     )
+
+
+def best_evaluated(path: pathlib.Path, steps: Collection[int], rows: str) -> int | None:
+    """Of these steps, that with the lowest held-out loss; None where none was evaluated.
+
+    Args:
+      path: the file; it need not exist.
+      steps: to choose from.
+      rows: fingerprint of the rows.
+    """
+    if not path.exists():
+        return None
+    lines = path.read_bytes().decode(errors="replace").splitlines()
+    records = [json.loads(line) for line in lines if _step_of(line) in steps]
+    losses = [
+        (record["eval_loss"], record["step"])
+        for record in records
+        if record.get("eval_loss") is not None and record.get(EVALUATED_ROWS, rows) == rows
+    ]
+    return min(losses)[1] if losses else None
+
+
+def losses_of_steps(path: pathlib.Path) -> dict[int, dict[str, float]]:
+    """Step -> its `loss`, and its `eval_loss` where it was evaluated; nothing without the file."""
+    found: dict[int, dict[str, float]] = {}
+    if path.exists():
+        for line in path.read_bytes().decode(errors="replace").splitlines():
+            if (step := _step_of(line)) is not None:
+                record = json.loads(line)
+                own = {name: record[name] for name in ("loss", "eval_loss") if name in record}
+                found.setdefault(step, {}).update(own)
+    return found
 
 
 def _step_of(line: str) -> int | None:

@@ -175,8 +175,8 @@ _ANSWERS: _Table = (
         "trackio_* tensorboard_* neptune_*",
     ),
     (
-        "no best checkpoint is chosen and nothing stops early: eval_loss is in metrics.jsonl "
-        "(`eval_steps`), `save_total_limit` says how many checkpoints stay",
+        "nothing stops early and no other weights are loaded at the end: `save_best` keeps the "
+        "checkpoint with the lowest eval_loss (`eval_steps`), which `slidedp export` takes",
         "load_best_model_at_end metric_for_best_model greater_is_better early_stopping_patience "
         "early_stopping_steps early_stopping_threshold early_stopping",
     ),

@@ -215,6 +215,7 @@ def _waiting(plan: Plan) -> str:
 
 def _output(args: TrainArguments) -> str:
     saves = [f"every {counted(args.save_steps, 'step')}"] if args.save_steps is not None else []
+    saves += [f"every {args.save_minutes:g} minutes"] if args.save_minutes is not None else []
     saves += ["at the end"] if args.save_at_end else []
     what = f"checkpoint {' and '.join(saves)}" if saves else "no checkpoints"
     return f"{args.output_dir}: {what}, {'then export/' if args.export else 'no export'}"

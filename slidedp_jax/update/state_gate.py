@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import jax
 import numpy as np
 
-from slidedp_jax.errors import UserError
+from slidedp_jax.errors import TrainingStopped, UserError
 from slidedp_jax.state.fences import Fences
 from slidedp_jax.state.host_store import HostStore
 from slidedp_jax.state.split_float import rounded
@@ -294,12 +294,16 @@ class StateGate:
         """Finish pending updates, end the update thread and free the state; twice is once."""
         with self.turn:
             self._closed = True
-            free(self._updates, weights, self._store)
+            free(self._updates, weights, self._store, self._fences)
 
 
-def free(updates: HostOptimizer, weights: StreamedWeights, store: HostStore) -> None:
+def free(
+    updates: HostOptimizer, weights: StreamedWeights, store: HostStore, fences: Fences
+) -> None:
     """End the update thread and free the state, which nothing may be copied from any more."""
     updates.close()
+    with contextlib.suppress(TrainingStopped):
+        fences.wait_snapshots()
     weights.abandon()  # after a failed step, uploads may be under way
     store.close()
 

@@ -24,10 +24,8 @@ from slidedp_jax.checkpoint.array_streams import (
 )
 from slidedp_jax.checkpoint.crc import crc32_of_two, crc32c
 from slidedp_jax.checkpoint.direct_io import Block, DirectFile
-from slidedp_jax.checkpoint.save_restore import (
-    read_parameter_arrays,
-    read_record,
-)
+from slidedp_jax.checkpoint.record import read_record
+from slidedp_jax.checkpoint.save_restore import read_parameter_arrays
 from slidedp_jax.checkpoint.stored_arrays import StoredArray, item_name
 from slidedp_jax.errors import UserError
 

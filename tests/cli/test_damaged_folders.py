@@ -12,7 +12,7 @@ import pytest
 from lanes import mostly_thorough
 from runs import ROOT, checkpoints, differing, losses, metrics, state, tree_of, wait_for
 
-from slidedp_jax.checkpoint.save_restore import keep_last, list_steps
+from slidedp_jax.checkpoint.retention import Retention, list_steps
 from slidedp_jax.run.folder import _tidy
 from slidedp_jax.run.replaced import ReplacedRun
 from slidedp_jax.train import main
@@ -189,9 +189,9 @@ def test_half_removed_checkpoints_do_not_count(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", lambda path, **_: path.exists() and 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            keep_last(tmp_path, 1)
+            Retention(last=1).apply(tmp_path)
     assert [path.name for path in list_steps(tmp_path)] == ["step_00000004", "step_00000006"]
-    keep_last(tmp_path, 1)
+    Retention(last=1).apply(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000006"]
 
 

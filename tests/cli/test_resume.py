@@ -73,7 +73,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(inputs, straight, tmp_path):
         assert line, process.communicate()[1]
         line = process.stdout.readline()
     code, _, stderr = stop(process, signal.SIGTERM)
-    assert code == 130 and "Traceback" not in stderr
+    assert code == 75 and "Traceback" not in stderr
     last = checkpoints(out)[-1]
     assert last > 2 and len(losses(out)) == last
     inputs.train(out, max_steps=last + 2)

@@ -8,7 +8,7 @@ import jax
 import pytest
 from runs import checkpoints, losses, metrics
 
-from slidedp_jax.checkpoint.save_restore import list_steps
+from slidedp_jax.checkpoint.retention import list_steps
 from slidedp_jax.data import BatchSource
 from slidedp_jax.step.passes import Passes
 from slidedp_jax.train import main

@@ -1,9 +1,11 @@
 """A closed trainer says so, whatever it is asked."""
 
+import contextlib
 import importlib
 import inspect
 import pathlib
 import pkgutil
+import types
 
 import numpy as np
 import optax
@@ -16,6 +18,7 @@ from slidedp_jax import Trainer, UserError
 from slidedp_jax.models import decoder
 from slidedp_jax.run.arguments import TrainArguments
 from slidedp_jax.run.folder import RunFolder
+from slidedp_jax.run.saving import Saves
 from slidedp_jax.step.passes import Passes
 
 CONFIG = small_config(layers=1)
@@ -38,6 +41,7 @@ def closed():
 BATCH = random_batch(CONFIG, 4, 8, packed=False)
 FOLDER = RunFolder(root=pathlib.Path("/nowhere"), resume_from=None, lock=None)
 ARGUMENTS = TrainArguments(model_name_or_path="m", train_file=["t"], output_dir="/nowhere")
+QUIET = types.SimpleNamespace(doing=lambda _: contextlib.nullcontext())
 ROWS = {"input_ids": np.ones((1, 16), np.int32)}
 
 OF_TRAINER = {
@@ -50,6 +54,7 @@ OF_TRAINER = {
     "optimizer_state": lambda it: it.optimizer_state("lm_head.weight"),
     "evaluating": lambda it: it.evaluating().__enter__(),
     "save": lambda it: it.save("/nowhere"),
+    "save_beside": lambda it: it.save_beside("/nowhere"),
     "restore": lambda it: it.restore("/nowhere"),
     "wait": lambda it: it.wait(),
     "__enter__": lambda it: it.__enter__(),
@@ -71,15 +76,22 @@ TAKING_ONE = {
     "slidedp_jax.run.export.export_run": lambda f, it: f(
         it, FOLDER, pretrained(), ARGUMENTS, run={}, tokens_seen=0
     ),
+    "slidedp_jax.run.saving.Saves.save": lambda f, it: f(saves(), it, {}, QUIET, waits=True),
 }
 """Public functions with a parameter of type `Trainer`."""
 
-STILL_THERE = {"close", "__exit__", "__init__"}
+STILL_THERE = {"close", "finish_save", "__exit__", "__init__"}
 
 
 def pretrained():
     fields = {"folder": None, "config": CONFIG, "tokenizer": None}
     return slidedp_jax.Pretrained(**fields)
+
+
+def saves():
+    folder = pathlib.Path("/nowhere")
+    none = {"metrics": folder, "held_out_rows": None, "saved": None}
+    return Saves(ARGUMENTS, None, folder, **none)
 
 
 def is_public(name):
@@ -140,7 +152,8 @@ def test_a_function_says_that_the_trainer_is_closed(closed, name):
     try:
         owner = importlib.import_module(module)
     except ModuleNotFoundError:
-        owner = slidedp_jax.Pretrained
+        package, _, kind = module.rpartition(".")
+        owner = getattr(importlib.import_module(package), kind)
     with pytest.raises(UserError, match="the trainer is closed"):
         TAKING_ONE[name](getattr(owner, attribute), closed)
 

@@ -23,7 +23,7 @@ from test_fences import batches, everything, start
 import slidedp_jax
 from slidedp_jax import TrainingStopped, UserError
 from slidedp_jax.checkpoint.record import form_to_go_on_with, read_record
-from slidedp_jax.checkpoint.save_restore import list_steps
+from slidedp_jax.checkpoint.retention import list_steps
 from slidedp_jax.models import decoder
 from slidedp_jax.state import device_state
 from slidedp_jax.state.device_state import DevicePartState, cut

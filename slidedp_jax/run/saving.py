@@ -1,0 +1,148 @@
+"""When a run saves, what becomes of it, and which checkpoints stay."""
+
+from __future__ import annotations
+
+import pathlib
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from slidedp_jax.checkpoint.retention import Retention, list_steps, step_of
+from slidedp_jax.checkpoint.save_beside import SaveBeside, default_buffer_bytes
+from slidedp_jax.planner.disk import DISK_BYTES_PER_S, stall_s
+from slidedp_jax.planner.hardware import GIB
+from slidedp_jax.planner.search import Plan
+from slidedp_jax.run.arguments import TrainArguments
+from slidedp_jax.run.metrics_file import best_evaluated
+from slidedp_jax.run.progress import Progress
+from slidedp_jax.trainer import Trainer
+
+
+class Saves:
+    """The saves of one run, which are its caller's thread's alone.
+
+    Args:
+      args: its settings.
+      plan: of its memory and steps.
+      folder: of its checkpoints.
+      metrics: its metrics.jsonl.
+      held_out_rows: fingerprint of the rows that are evaluated; None: none are.
+      saved: called after each checkpoint that has been written.
+
+    Attributes:
+      not_saved: why the last checkpoint of the run could not be written, if it could not.
+      step: of the newest checkpoint that this run has written.
+    """
+
+    def __init__(
+        self,
+        args: TrainArguments,
+        plan: Plan,
+        folder: pathlib.Path,
+        *,
+        metrics: pathlib.Path,
+        held_out_rows: str | None,
+        saved: Callable[[], None],
+    ):
+        self.not_saved: OSError | None = None
+        self.step: int | None = None
+        self._args = args
+        self._plan = plan
+        self._folder = folder
+        self._metrics = metrics
+        self._rows = held_out_rows
+        self._saved = saved
+        self._retention = Retention(last=args.save_total_limit, every=args.save_keep_every)
+        self._last = time.monotonic()
+        self._under_way: tuple[SaveBeside, float] | None = None
+        self._disk_bytes_per_s = DISK_BYTES_PER_S
+
+    def due(self, step: int) -> bool:
+        """Whether a checkpoint of this step is due, by steps or by the clock."""
+        args = self._args
+        by_steps = args.save_steps is not None and step % args.save_steps == 0
+        minutes = (time.monotonic() - self._last) / 60
+        return by_steps or (args.save_minutes is not None and minutes >= args.save_minutes)
+
+    def save(
+        self, trainer: Trainer, extra: Mapping[str, Any], progress: Progress, *, waits: bool
+    ) -> None:
+        """Write a checkpoint, or begin to; one that is under way is waited for first.
+
+        Args:
+          trainer: its state.
+          extra: to be kept beside the state.
+          progress: told what happens.
+          waits: whether steps wait until it is written.
+
+        Raises:
+          OSError: this one, or the one before, cannot be written.
+        """
+        self._last = time.monotonic()
+        with progress.doing("saving a checkpoint"):
+            self.finish(progress)
+            if waits or not self._args.save_beside:
+                path = trainer.save(self._folder, extra)
+                self._done(trainer.step_count)
+                progress.say(f"saved {path}")
+                return
+            size = _state_bytes(trainer)
+            buffer_bytes = self._buffer_bytes(size)
+            predicted = stall_s(
+                size, buffer_bytes, self._disk_bytes_per_s, self._plan.chosen.time.step_s
+            )
+            saving = trainer.save_beside(self._folder, extra, buffer_bytes=buffer_bytes)
+        self._under_way = saving, predicted
+
+    def look(self, progress: Progress) -> None:
+        """Between steps: say what has been written since, and delete what need not stay."""
+        if self._under_way is not None and self._under_way[0].done:
+            self.finish(progress)
+
+    def finish(self, progress: Progress) -> None:
+        """Wait for what is under way.
+
+        Raises:
+          OSError: it cannot be written.
+        """
+        if self._under_way is None:
+            return
+        (saving, predicted), self._under_way = self._under_way, None
+        times = saving.result()
+        self._done(step_of(saving.path))
+        if times.num_bytes:
+            self._disk_bytes_per_s = times.num_bytes / times.seconds
+        progress.say(
+            f"saved {saving.path} beside steps in {times.seconds:.1f} s "
+            f"({times.num_bytes / times.seconds / 1e9:.2f} GB/s); "
+            f"updates waited {times.held_s:.1f} s for it, {predicted:.1f} s predicted"
+        )
+
+    def _done(self, step: int) -> None:
+        self.step = step
+        self._saved()
+        self._retention.apply(self._folder, self._best())
+
+    def _best(self) -> Collection[int]:
+        if not self._args.save_best or self._rows is None:
+            return ()
+        steps = [step_of(path) for path in list_steps(self._folder)]
+        best = best_evaluated(self._metrics, steps, self._rows)
+        return () if best is None else (best,)
+
+    def _buffer_bytes(self, state_bytes: int) -> int:
+        """What was stated, or what the plan leaves and is free; what a save takes is planned."""
+        if self._args.save_buffer is not None:
+            return int(self._args.save_buffer * GIB)
+        return min(default_buffer_bytes(state_bytes), planned_buffer_bytes(self._plan))
+
+
+def planned_buffer_bytes(plan: Plan) -> int:
+    """Host memory that a plan leaves for what has been copied and is not written yet."""
+    memory = plan.chosen.memory
+    others = memory.host_bytes - memory.host["state_in_passing"]
+    return int(max(memory.host["state_in_passing"], plan.job.host_budget_bytes - others))
+
+
+def _state_bytes(trainer: Trainer) -> int:
+    return trainer.store.owned_bytes

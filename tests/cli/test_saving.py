@@ -1,0 +1,155 @@
+"""When a run saves, which checkpoints stay, and what schedulers get when they stop it."""
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+from runs import ROOT, checkpoints, losses, metrics
+
+from slidedp_jax.checkpoint.record import read_record
+from slidedp_jax.checkpoint.retention import Retention
+from slidedp_jax.errors import UserError
+from slidedp_jax.run.arguments import parse_arguments
+from slidedp_jax.run.metrics_file import best_evaluated
+
+
+def arrays_of(out):
+    """Bytes of everything in its checkpoints but their records, and the records' checksums."""
+    folder = out / "checkpoints"
+    files = {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != "trainer.json"
+    }
+    return files, [read_record(path)["checksums"] for path in sorted(folder.iterdir())]
+
+
+def test_saves_beside_steps_are_those_of_steps_that_wait(inputs, tmp_path, capsys):
+    settings = {"max_steps": 5, "save_steps": 2, "save_total_limit": 9}
+    inputs.train(tmp_path / "beside", **settings)
+    said = capsys.readouterr().out
+    assert "step_00000002 beside steps in " in said and " predicted" in said
+    assert said.rstrip().count("saved ") == 3
+    inputs.train(tmp_path / "waiting", save_beside=False, **settings)
+    assert "beside steps" not in capsys.readouterr().out
+    assert losses(tmp_path / "beside") == losses(tmp_path / "waiting")
+    assert checkpoints(tmp_path / "beside") == [2, 4, 5]
+    assert arrays_of(tmp_path / "beside") == arrays_of(tmp_path / "waiting")
+
+
+def test_the_clock_the_best_and_every_third_decide_what_stays(inputs, tmp_path):
+    """Every step takes longer than these minutes; losses grow, so the first is the best."""
+    out = tmp_path / "run"
+    inputs.train(
+        out,
+        max_steps=8,
+        save_steps=None,
+        save_minutes=1e-9,
+        save_total_limit=1,
+        save_keep_every=3,
+        save_best=True,
+        validation_file=inputs.rows,
+        eval_steps=1,
+        learning_rate=1.0,
+        lr_scheduler_type="constant",
+        warmup_steps=0,
+    )
+    evaluated = {m["step"]: m["eval_loss"] for m in map(json.loads, lines(out)) if "eval_loss" in m}
+    best = min(range(1, 8), key=evaluated.get)  # that of the last step comes after its save
+    assert checkpoints(out) == sorted({3, 6, 8, best})
+
+
+def lines(out):
+    return (out / "metrics.jsonl").read_text().splitlines()
+
+
+def test_what_stays():
+    steps = [1, 2, 3, 10, 20, 1000]
+    assert Retention(last=2).kept(steps) == {20, 1000}
+    assert Retention(last=1, every=10).kept(reversed(steps)) == {10, 20, 1000}
+    assert Retention(last=9).kept(steps) == set(steps)
+    assert Retention(last=1).kept(steps, best=[3, 7]) == {3, 1000}
+
+
+def test_the_best_is_the_lowest_of_the_same_rows_that_is_there(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert best_evaluated(path, [1], "rows") is None
+    records = [
+        {"step": 1, "eval_loss": 3.0, "eval_data": "rows"},
+        {"step": 2, "eval_loss": 1.0, "eval_data": "others"},
+        {"step": 3, "eval_loss": 2.0, "eval_data": "rows"},
+        {"step": 3, "loss": 0.5},
+        {"step": 4, "eval_loss": 1.5, "eval_data": "rows"},
+        {"step": 5, "eval_loss": None, "eval_data": "rows"},
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert best_evaluated(path, [1, 2, 3, 5], "rows") == 3
+    assert best_evaluated(path, [2, 5], "rows") is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--save_best"], "give a validation_file"),
+        (["--save_minutes", "0"], "save_minutes is 0.0; it must be positive"),
+        (["--save_keep_every", "0"], "save_keep_every is 0; it must be at least 1"),
+        (["--stop_within", "-1"], "stop_within"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(words, message):
+    required = ["--model_name_or_path", "m", "--train_file", "f", "--output_dir", "o"]
+    with pytest.raises(UserError, match=message):
+        parse_arguments([*required, *words])
+
+
+# Schedulers.
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGUSR1, pytest.param(signal.SIGINT, marks=pytest.mark.thorough)]
+)
+def test_a_scheduler_is_told_to_start_the_run_again(inputs, tmp_path, number):
+    out = tmp_path / "run"
+    process = inputs.start(out, max_steps=5000, save_steps=3, stop_within=300)
+    while not process.stdout.readline().startswith("step 4/"):
+        assert process.poll() is None, process.communicate()[1]
+    process.send_signal(number)
+    _, error = process.communicate(timeout=300)
+    assert process.returncode == (75 if number == signal.SIGUSR1 else 130), error
+    last = checkpoints(out)[-1]
+    assert last >= 4 and len(metrics(out)) == last
+
+
+LATE = """
+import signal, sys, time
+from slidedp_jax.interrupts import StopAtSignal
+
+with StopAtSignal() as stop:
+    stop.within_s, stop.last_words = 0.5, lambda: "last checkpoint: step_00000007"
+    stop.tidy = lambda: print("tidy", flush=True)
+    with stop.when_ready("saving"):
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep({seconds})
+        stop.in_time()
+        time.sleep(1)
+    sys.exit(stop.exit_code)
+"""
+
+
+def test_a_save_that_comes_too_late_is_said_before_the_process_is_killed():
+    for seconds, code, said, last in (
+        (0.1, 75, "", "saving"),
+        (30, 128 + signal.SIGTERM, "tidy\n",
+         "no checkpoint of this step within 0.5 s of SIGTERM; last checkpoint: step_00000007"),
+    ):  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-c", LATE.format(seconds=seconds)],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=25,
+        )
+        assert (done.returncode, done.stdout) == (code, said), done.stderr
+        assert done.stderr.splitlines()[-1] == last

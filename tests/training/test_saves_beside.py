@@ -1,0 +1,394 @@
+"""A checkpoint written while training goes on is that of a run that stopped there, in every byte.
+
+Delays are injected through the tracer, whose spans bracket uploads, updates, commits, copies and
+writes.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import functools
+import os
+import random
+import threading
+import time
+
+import numpy as np
+import optax
+import pytest
+from plain_training import initial_parameters, random_batch
+from streamed_training import (
+    Run,
+    assert_bitwise_equal,
+    optimizer_state,
+    small_config,
+    strategy,
+    trainer,
+)
+
+from slidedp_jax.checkpoint import copy_buffer, save_restore, stored_arrays
+from slidedp_jax.checkpoint.copy_buffer import CopyBuffer, batches_of
+from slidedp_jax.checkpoint.retention import list_steps
+from slidedp_jax.checkpoint.stored_arrays import StoredArray
+from slidedp_jax.errors import TrainingStopped, UserError
+from slidedp_jax.state.fences import Fences
+from slidedp_jax.tracer import Tracer
+from slidedp_jax.update.state_snapshot import StateSnapshot
+from slidedp_jax.update.update_kernel import UpdateKernels
+
+ADAMW = optax.adamw(optax.linear_schedule(1e-2, 1e-3, 4))
+MUON = optax.contrib.muon(1e-2)
+BATCH_BYTES = 8192
+
+
+class RandomDelays(Tracer):
+    """Sleeps at the begin and end of spans, differently for every seed."""
+
+    def __init__(self, seed: int, longest_s: float = 0.004):
+        self._random = random.Random(seed)
+        self._longest_s = longest_s
+
+    @contextlib.contextmanager
+    def span(self, lane, name):
+        self._sleep()
+        yield
+        self._sleep()
+
+    def _sleep(self):
+        if self._random.random() < 0.5:
+            time.sleep(self._random.uniform(0, self._longest_s))
+
+
+class Slow(Tracer):
+    """Work whose name begins so takes so long."""
+
+    def __init__(self, begins, seconds):
+        self._begins, self._seconds = begins, seconds
+
+    @contextlib.contextmanager
+    def span(self, lane, name):
+        if name.startswith(self._begins):
+            time.sleep(self._seconds)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch):
+    """Each chunk of a few KiB is copied in several batches."""
+    for module in (copy_buffer, stored_arrays):
+        monkeypatch.setattr(module, "PIECE_BYTES", BATCH_BYTES)
+    monkeypatch.setattr(save_restore, "SMALLEST_BUFFER_BYTES", BATCH_BYTES)
+
+
+KINDS = {
+    "deferred": ({}, {}),
+    "resident": ({"resident_chunks": 3}, {}),
+    "eager": ({"update_policy": "eager"}, {"max_grad_norm": None}),
+    "host_sum": ({"gradient_route": "host_sum"}, {}),
+    "average": ({}, {"ema_decay": 0.9, "frozen": ["model.layers.1.*"]}),
+    "whole": ({}, {"optimizer": MUON}),
+}
+OFTEN = [
+    name if name in ("resident", "eager") else pytest.param(name, marks=pytest.mark.thorough)
+    for name in KINDS
+]
+SAVED_AFTER = (1, 3)
+
+
+def start(name, **options):
+    plan, own = KINDS[name]
+    options = {"parameters": initial_parameters(small_config()), "num_devices": 2} | own | options
+    optimizer = options.pop("optimizer", ADAMW)
+    options.setdefault("max_grad_norm", 0.7)
+    plan = {"rows_per_microbatch": 1, "num_microbatches": 2, "num_host_devices": 2} | plan
+    return trainer(small_config(), optimizer, strategy(**plan), **options)
+
+
+def batches(number=4):
+    return [random_batch(small_config(), 4, 12, packed=True, seed=i) for i in range(number)]
+
+
+def run(name, save, **options) -> Run:
+    """Four steps in flow, `save(trainer, step)` after each."""
+    with start(name, **options) as it:
+        metrics = []
+        for step, batch in enumerate(batches(), start=1):
+            metrics.append(it.step(batch))
+            save(it, step)
+        it.finish_save()
+        return Run(
+            losses=[figures.loss for figures in metrics],
+            norms=[figures.grad_norm for figures in metrics],
+            parameters=it.parameters(),
+            state=optimizer_state(it.store),
+        )
+
+
+def files(folder):
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def beside(folder, buffer_bytes=BATCH_BYTES):
+    def save(it, step):
+        if step in SAVED_AFTER:
+            it.save_beside(folder, {"step": step}, buffer_bytes=buffer_bytes)
+
+    return save
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """Runs that stop to save: their figures, and the files of their checkpoints."""
+
+    @functools.cache
+    def stopped(name):
+        folder = tmp_path_factory.mktemp(name)
+
+        def save(it, step):
+            if step in SAVED_AFTER:
+                it.save(folder, {"step": step})
+
+        return run(name, save), files(folder)
+
+    return stopped
+
+
+@pytest.mark.parametrize(
+    "seed", [1, *(pytest.param(n, marks=pytest.mark.thorough) for n in (2, 3))]
+)
+@pytest.mark.parametrize("name", OFTEN)
+def test_random_delays_change_no_byte_of_a_checkpoint_nor_of_the_run(name, seed, stopped, tmp_path):
+    wanted, checkpoints = stopped(name)
+    buffer_bytes = (1, 5, 1000)[seed % 3] * BATCH_BYTES
+    found = run(name, beside(tmp_path, buffer_bytes), tracer=RandomDelays(seed))
+    assert_bitwise_equal(found, wanted)
+    assert len(list_steps(tmp_path)) == 2
+    assert files(tmp_path) == checkpoints
+
+
+BROKEN = {
+    "updates that do not wait until a chunk is copied": (
+        (Fences, "_is_uncopied", lambda *_: False),
+        Slow("copy", 0.02),
+    ),
+    "copies that do not wait until a chunk is updated": (
+        (StateSnapshot, "wait", lambda *_: None),
+        Slow(("update", "start"), 0.05),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["deferred", pytest.param("eager", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_broken_fence_is_noticed(broken, name, stopped, tmp_path, monkeypatch):
+    fence, tracer = BROKEN[broken]
+    monkeypatch.setattr(*fence)
+    run(name, beside(tmp_path), tracer=tracer)
+    assert files(tmp_path) != stopped(name)[1]
+
+
+def test_what_fits_the_buffer_holds_up_nothing(tmp_path):
+    """With room for all of it, updates go on though the disk takes nothing yet; without, not."""
+    disk = threading.Event()
+
+    class Waits(Tracer):
+        @contextlib.contextmanager
+        def span(self, lane, name):
+            if name.startswith("write"):
+                disk.wait(20)
+            yield
+
+    with start("deferred", tracer=Waits()) as it:
+        it.step(batches()[0])
+        it.save_beside(tmp_path, buffer_bytes=1000 * BATCH_BYTES)
+        for batch in batches()[1:]:
+            it.step(batch)
+        it.wait()
+        assert not it._saving.done
+        disk.set()
+        assert it._saving.result().held_s < 1
+        disk.clear()
+        saving = it.save_beside(tmp_path, buffer_bytes=BATCH_BYTES)
+        threading.Timer(0.3, disk.set).start()
+        it.step(batches()[0])
+        it.wait()
+        assert saving.result().held_s > 0.1
+    assert [path.name for path in list_steps(tmp_path)] == ["step_00000001", "step_00000004"]
+
+
+def test_the_buffer_is_never_larger_than_stated(tmp_path, monkeypatch):
+    taken, now, lock = [], [0], threading.Lock()
+    take, give_back = CopyBuffer.take, CopyBuffer.give_back
+
+    def watched_take(self, batch):
+        memory = take(self, batch)
+        with lock:
+            now[0] += len(memory)
+            taken.append(now[0])
+        return memory
+
+    def watched_give_back(self, memory):
+        with lock:
+            now[0] -= len(memory)
+        give_back(self, memory)
+
+    monkeypatch.setattr(CopyBuffer, "take", watched_take)
+    monkeypatch.setattr(CopyBuffer, "give_back", watched_give_back)
+    run("deferred", beside(tmp_path, 3 * BATCH_BYTES))
+    assert max(taken) == 3 * BATCH_BYTES and now == [0] and len(taken) > 20
+
+
+def test_batches_hold_each_byte_once():
+    shapes = [(3,), (5000,), (70, 30), (0,), (2048,), (1, 7), (20000,)]
+    arrays = [
+        StoredArray(item="a", name=f"p{n}", number=None, shape=shape, dtype=np.dtype(np.float32))
+        for n, shape in enumerate(shapes)
+    ]
+    arrays.append(dataclasses.replace(arrays[1], name="w", number=0, whole=True))
+    found = list(batches_of(7, arrays))
+    assert [batch.is_last for batch in found] == [False] * (len(found) - 1) + [True]
+    covered = {array.name: [] for array in arrays}
+    for batch in found:
+        end = 0
+        for place, piece in batch.pieces:
+            assert place >= end and place % 64 == 0 and piece.start % 4096 == 0
+            end = place + piece.num_bytes
+            covered[piece.array.name].append((piece.start, piece.num_bytes))
+        assert end <= batch.num_bytes
+    for array in arrays:
+        position = 0
+        for begin, size in covered[array.name]:
+            assert begin == position
+            position += size
+        assert position == array.num_bytes and covered[array.name]
+    full = [batch for batch in found if not batch.pieces[0][1].array.whole]
+    total = sum(array.num_bytes for array in arrays if not array.whole)
+    assert len(full) <= -(-total // BATCH_BYTES) + 2
+
+
+# Failures.
+
+
+def failing_write(monkeypatch, code=errno.ENOSPC):
+    def fail(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "pwrite", fail)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("said_by", ["step", "save", "save_beside", "close"])
+def test_a_failed_save_is_said_by_whatever_comes_next(said_by, tmp_path, monkeypatch):
+    calls = {
+        "step": lambda it: it.step(batches()[1]),
+        "save": lambda it: it.save(tmp_path),
+        "save_beside": lambda it: it.save_beside(tmp_path),
+        "close": lambda it: it.close(),
+    }
+    with start("deferred") as it:
+        it.step(batches()[0])
+        with monkeypatch.context() as patch:
+            failing_write(patch)
+            it.save_beside(tmp_path).wait()
+        with pytest.raises(OSError, match=r"step_00000001 cannot be written: No space left"):
+            calls[said_by](it)
+        assert list(tmp_path.iterdir()) == []
+        if said_by != "close":
+            assert it.step_count == 1
+            it.step(batches()[1])
+            it.save_beside(tmp_path).result()
+            assert [path.name for path in list_steps(tmp_path)] == ["step_00000002"]
+
+
+def test_another_error_is_not_hidden_by_a_failed_save(tmp_path, monkeypatch, caplog):
+    with pytest.raises(ZeroDivisionError), start("deferred") as it:
+        it.step(batches()[0])
+        failing_write(monkeypatch, errno.EIO)
+        it.save_beside(tmp_path)
+        raise ZeroDivisionError
+    assert "a checkpoint was not written" in caplog.text
+
+
+@pytest.mark.timeout(120)
+def test_a_failed_step_ends_a_save_that_needs_it(tmp_path, monkeypatch):
+    saved = threading.Event()
+
+    def fail(*_):
+        saved.wait(20)
+        raise MemoryError("no memory")
+
+    with start("deferred") as it:
+        it.step(batches()[0])
+        it.wait()
+        monkeypatch.setattr(UpdateKernels, "start_update", fail)
+        it.step(batches()[1])
+        saving = it.save_beside(tmp_path)
+        saved.set()
+        with pytest.raises(TrainingStopped):
+            saving.result()
+        with pytest.raises(TrainingStopped):
+            it.step(batches()[2])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.timeout(120)
+def test_what_was_copied_before_a_step_failed_is_written(tmp_path, monkeypatch):
+    with start("deferred", tracer=Slow("write", 0.02)) as it:
+        it.step(batches()[0])
+        saving = it.save_beside(tmp_path, buffer_bytes=1000 * BATCH_BYTES)
+        it._fences.wait_snapshots()
+        monkeypatch.setattr(UpdateKernels, "start_update", lambda *_: 1 / 0)
+        it.step(batches()[1])
+        with pytest.raises(TrainingStopped):
+            it.wait()
+        saving.result()
+    assert [path.name for path in list_steps(tmp_path)] == ["step_00000001"]
+
+
+def test_what_changes_the_state_waits_for_copies(tmp_path):
+    """A restore, other weights in the trained ones' place, other rates."""
+    optimizer = optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2)
+    tracer = Slow("copy", 0.02)
+    with start("average", optimizer=optimizer, tracer=tracer) as it:
+        it.step(batches()[0])
+        first = it.save(tmp_path / "stopped")
+        it.save_beside(tmp_path / "beside")
+        it.set_hyperparameters(learning_rate=5e-3)
+        it.step(batches()[1])
+        second = it.save(tmp_path / "stopped")
+        it.save_beside(tmp_path / "beside")
+        with it.evaluating():
+            it.evaluate(batches()[0])
+        it.step(batches()[2])
+        third = it.save(tmp_path / "stopped")
+        saving = it.save_beside(tmp_path / "beside")
+        it.restore(first)
+        assert saving.done
+    for path in (first, second, third):
+        assert files(path) == files(tmp_path / "beside" / path.name)
+
+
+def test_a_checkpoint_that_is_there_is_compared(tmp_path):
+    with start("deferred") as it:
+        it.step(batches()[0])
+        it.save(tmp_path)
+        assert it.save_beside(tmp_path).result().num_bytes == 0
+        before = files(tmp_path)
+        it.restore(list_steps(tmp_path)[0])
+        it.step(batches()[1])
+        it.save(tmp_path)
+        it.restore(tmp_path / "step_00000001")
+        it.step(batches()[2])
+        with pytest.raises(UserError, match="another state"):
+            it.save_beside(tmp_path)
+        with pytest.raises(TypeError):
+            it.save_beside(tmp_path / "other", {"not": object()})
+        it.step(batches()[2])  # nothing is held
+        it.wait()
+    assert files(tmp_path / "step_00000001") == {
+        name.removeprefix("step_00000001/"): raw for name, raw in before.items()
+    }
