@@ -282,13 +282,14 @@ def damaged(
 
 @contextlib.contextmanager
 def failing(call: str, number: int, code: int) -> Iterator[None]:
-    """From the `number`-th on, such calls fail."""
+    """From the `number`-th on, such calls fail; of `open`, those that make a file."""
     owner, name = CALLS.get(call, (os, call))
     real, left = getattr(owner, name), [number]
 
     def fail(*arguments: Any, **options: Any) -> Any:
-        left[0] -= 1
-        if left[0] < 0:
+        makes = call != "open" or arguments[1] & os.O_CREAT
+        left[0] -= bool(makes)
+        if makes and left[0] < 0:
             raise OSError(code, os.strerror(code))
         return real(*arguments, **options)
 

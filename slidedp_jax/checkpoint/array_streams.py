@@ -241,7 +241,8 @@ class ArrayReader:
         except KeyError:
             raise ValueError(f"there is no checksum of {array.key} of {array.name}") from None
         if total != wanted:
-            raise ValueError(f"{array.key} of {array.name} has other values than were saved")
+            folder = array.file(self._checkpoint).folder
+            raise ValueError(f"{folder.name} has other values than were saved")
 
 
 def check_metadata(checkpoint: pathlib.Path, arrays: Sequence[StoredArray]) -> None:
