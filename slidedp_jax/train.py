@@ -91,6 +91,7 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int, stop: S
     from slidedp_jax.run.record import IN_CHECKPOINT
     from slidedp_jax.run.resume import recorded_strategy, resumption
     from slidedp_jax.run.same_inputs import check_same, differ
+    from slidedp_jax.run.saving import save_notes
     from slidedp_jax.run.ways_out import plan_or_ways_out
 
     started = folder.started
@@ -127,7 +128,7 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int, stop: S
     notes += changed_products(before, args, inputs.pretrained.config, at_once)
     steps = {"num_steps": inputs.num_steps, "first_step": inputs.first_step}
     disk = disk_of_run(args, folder, plan, **steps)
-    notes += disk.check()
+    notes += [*disk.check(), *save_notes(args, plan, disk.use.checkpoint_bytes)]
     print(opening(args, inputs, plan, disk, notes, whole=whole), flush=True)
     if args.dry_run:
         return 0

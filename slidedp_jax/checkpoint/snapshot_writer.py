@@ -19,8 +19,9 @@ from slidedp_jax.checkpoint.stored_arrays import Piece, StoredArray
 from slidedp_jax.tracer import Tracer
 from slidedp_jax.update.state_snapshot import StateSnapshot
 
-_COPIERS = 4
-"""Threads that copy chunks into the buffer; more would take the memory's rate from the update."""
+_COPIERS = 8
+"""Threads that copy chunks into the buffer, each a batch; of what stays on the devices, a batch for
+each is there twice meanwhile."""
 
 
 class SnapshotWriter:

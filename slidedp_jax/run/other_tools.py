@@ -176,7 +176,7 @@ _ANSWERS: _Table = (
     ),
     (
         "nothing stops early and no other weights are loaded at the end: `save_best` keeps the "
-        "checkpoint with the lowest eval_loss (`eval_steps`), which `slidedp export` takes",
+        "checkpoint with the lowest eval_loss (`eval_steps`), which can be exported",
         "load_best_model_at_end metric_for_best_model greater_is_better early_stopping_patience "
         "early_stopping_steps early_stopping_threshold early_stopping",
     ),

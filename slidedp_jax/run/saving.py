@@ -10,12 +10,16 @@ from typing import Any
 from slidedp_jax.checkpoint.retention import Retention, list_steps, step_of
 from slidedp_jax.checkpoint.save_beside import SaveBeside, default_buffer_bytes
 from slidedp_jax.planner.disk import DISK_BYTES_PER_S, stall_s
-from slidedp_jax.planner.hardware import GIB
+from slidedp_jax.planner.hardware import GIB, size_text
 from slidedp_jax.planner.search import Plan
 from slidedp_jax.run.arguments import TrainArguments
 from slidedp_jax.run.metrics_file import best_evaluated
 from slidedp_jax.run.progress import Progress
+from slidedp_jax.run.time_text import duration
 from slidedp_jax.trainer import Trainer
+
+WORTH_A_NOTE_S = 1.0
+"""Of steps held up by a save."""
 
 
 class Saves:
@@ -135,6 +139,28 @@ class Saves:
         if self._args.save_buffer is not None:
             return int(self._args.save_buffer * GIB)
         return min(default_buffer_bytes(state_bytes), planned_buffer_bytes(self._plan))
+
+
+def save_notes(args: TrainArguments, plan: Plan, checkpoint_bytes: float) -> list[str]:
+    """A note where saves will hold steps up for long, though they are written beside them.
+
+    Args:
+      args: the run's settings.
+      plan: of its memory and steps.
+      checkpoint_bytes: of one checkpoint.
+    """
+    if not args.save_beside or (args.save_steps is None and args.save_minutes is None):
+        return []
+    stated = None if args.save_buffer is None else args.save_buffer * GIB
+    buffer_bytes = planned_buffer_bytes(plan) if stated is None else stated
+    seconds = stall_s(checkpoint_bytes, buffer_bytes, DISK_BYTES_PER_S, plan.chosen.time.step_s)
+    if seconds < WORTH_A_NOTE_S:
+        return []
+    return [
+        f"each save holds steps up for about {duration(seconds)}: {size_text(checkpoint_bytes)} of "
+        f"state pass through {size_text(buffer_bytes)} of host memory to a disk that is taken to "
+        f"write {DISK_BYTES_PER_S / 1e9:g} GB/s"
+    ]
 
 
 def planned_buffer_bytes(plan: Plan) -> int:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
@@ -20,6 +20,8 @@ from slidedp_jax.state.layout import FlatLayout, spans
 
 _ELEMENTS_AT_ONCE = 1 << 24
 """Read at once: bounds what passes through page-locked memory."""
+_SMALLEST_CUT = 1 << 16
+"""Fewer elements are not worth a program of their own."""
 
 
 class DevicePartState:
@@ -93,16 +95,43 @@ class DevicePartState:
         return out
 
     def read_into(self, index: int, offset: int, out: np.ndarray) -> None:
-        """Copy the range of array `index` that begins at `offset` and is as long as `out`."""
+        """Copy the range of array `index` that begins at `offset` and is as long as `out`.
+
+        All of it is cut on the devices before any is waited for: a program waits for those of a
+        step that were issued before it. So that takes as much memory there as `out`, but no more
+        than `elements_at_once` elements.
+        """
         array = self.arrays[index]
         sharding = array.sharding
         assert isinstance(sharding, NamedSharding)
         share = len(array) // sharding.mesh.size
+        block_size = self.layout.block_size
         for piece, inner, outer in spans(offset, len(out), share):
-            own, into = array.addressable_data(piece), out[outer]
-            for start in range(0, len(into), self.elements_at_once):
-                some = into[start : start + self.elements_at_once]
-                some[:] = cut(own, inner.start + start, len(some), self.layout.block_size)
+            own = array.addressable_data(piece)
+            for first in range(0, outer.stop - outer.start, self.elements_at_once):
+                some = out[outer][first : first + self.elements_at_once]
+                begin = inner.start + first
+                cuts = [
+                    (start, cut(own, begin + start, size, block_size))
+                    for start, size in _sizes(len(some), share - begin)
+                ]
+                for start, values in cuts:
+                    into = some[start : start + len(values)]
+                    into[:] = np.asarray(values)[: len(into)]
+
+
+def _sizes(length: int, room: int) -> Iterator[tuple[int, int]]:
+    """(begin, size) that cover a length by few sizes, since a program is compiled for each.
+
+    Powers of two; the last one may reach beyond the length, but not beyond the room.
+    """
+    start, size = 0, _ELEMENTS_AT_ONCE
+    while start < length:
+        while size > max(length - start, _SMALLEST_CUT):
+            size //= 2
+        size = min(size, room - start)
+        yield start, size
+        start += size
 
 
 @dataclasses.dataclass

@@ -1,5 +1,6 @@
 """When a run saves, which checkpoints stay, and what schedulers get when they stop it."""
 
+import dataclasses
 import json
 import signal
 import subprocess
@@ -11,8 +12,14 @@ from runs import ROOT, checkpoints, losses, metrics
 from slidedp_jax.checkpoint.record import read_record
 from slidedp_jax.checkpoint.retention import Retention
 from slidedp_jax.errors import UserError
-from slidedp_jax.run.arguments import parse_arguments
+from slidedp_jax.models.config import named_config
+from slidedp_jax.planner.hardware import GIB
+from slidedp_jax.planner.presets import PRESETS
+from slidedp_jax.planner.search import plan
+from slidedp_jax.planner.workload import BatchShape, Workload
+from slidedp_jax.run.arguments import TrainArguments, parse_arguments
 from slidedp_jax.run.metrics_file import best_evaluated
+from slidedp_jax.run.saving import planned_buffer_bytes, save_notes
 
 
 def arrays_of(out):
@@ -102,6 +109,27 @@ def test_settings_that_mean_nothing_are_refused(words, message):
     required = ["--model_name_or_path", "m", "--train_file", "f", "--output_dir", "o"]
     with pytest.raises(UserError, match=message):
         parse_arguments([*required, *words])
+
+
+def test_a_save_that_will_hold_steps_up_is_noted_before():
+    """8B on a host that the state nearly fills; none where steps wait anyway, or memory is left."""
+    hardware = dataclasses.replace(PRESETS["h200"], host_memory_bytes=500 * GIB)
+    workload = Workload.from_config(named_config("qwen3-8b"))
+    batch = BatchShape(num_rows=8, seq_length=4096)
+    arguments = TrainArguments(model_name_or_path="m", train_file=["t"], output_dir="o")
+    size = 12 * workload.num_parameters
+    tight, ample = (
+        plan(workload, batch, hardware, host_budget_bytes=gib * GIB, resident_state=False)
+        for gib in (128, 400)
+    )
+    (note,) = save_notes(arguments, tight, size)
+    buffer_bytes = planned_buffer_bytes(tight)
+    assert tight.chosen.memory.host["state_in_passing"] <= buffer_bytes < 0.3 * size
+    seconds = (size - buffer_bytes) / 1.5e9 - tight.chosen.time.step_s
+    assert f"holds steps up for about {seconds:.1f} s: " in note
+    assert save_notes(arguments, ample, size) == []
+    for changes in ({"save_beside": False}, {"save_steps": None}, {"save_buffer": 100.0}):
+        assert save_notes(dataclasses.replace(arguments, **changes), tight, size) == []
 
 
 # Schedulers.

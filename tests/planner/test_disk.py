@@ -2,7 +2,7 @@
 
 import pytest
 
-from slidedp_jax.planner.disk import disk_use
+from slidedp_jax.planner.disk import disk_use, stall_s
 from slidedp_jax.planner.hardware import GIB
 
 
@@ -14,6 +14,13 @@ def test_checkpoints_are_whole_before_one_goes():
     )
     one = disk_use(2**30, 4, save_total_limit=1, export_dtype="float32", averaged=True)
     assert one.total_bytes == (2 * 8 + 2 * 4) * GIB
+
+
+def test_a_save_holds_steps_up_for_what_does_not_fit_while_a_step_runs():
+    """48 GB through 8 to a disk of 2 GB/s: 20 s, of which 2 pass before updates ask for it."""
+    assert stall_s(48e9, 8e9, 2e9, 2.0) == 18.0
+    assert stall_s(48e9, 8e9, 2e9, 30.0) == 0.0
+    assert stall_s(48e9, 50e9, 2e9, 0.0) == 0.0
 
 
 def test_no_checkpoint_is_refused():
