@@ -396,7 +396,7 @@ class _Sizes:
 
 
 def largest_neighbours(sizes: Sequence[float]) -> float:
-    """The largest sum of two consecutive sizes: what a checkpoint being saved holds."""
+    """The largest sum of two consecutive sizes."""
     if len(sizes) == 1:
         return sizes[0]
     return max(one + other for one, other in itertools.pairwise(sizes))
@@ -411,8 +411,9 @@ def _host(
 ) -> tuple[dict[str, float], float]:
     """Host categories and the size of the page-locked pool.
 
-    All state passes through host memory when it is saved, as much as two neighbouring stages at a
-    time; what stays on the devices also when it is read.
+    What is loaded, saved or restored passes through host memory. Room for two neighbouring stages
+    is kept for that, which a save beside steps has for its buffer whatever else is free; what stays
+    on the devices is gathered when it is read.
     """
     copies = hardware.num_devices if strategy.gradient_route == "host_sum" else 1
     shards = hardware.num_devices if strategy.gradient_route == "reduce_scatter" else 1
