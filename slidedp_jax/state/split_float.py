@@ -112,13 +112,15 @@ def join_into(out: np.ndarray, high: np.ndarray, low: np.ndarray, dither_of: Dit
 
 def _carries(lower: np.ndarray, dither: np.ndarray) -> np.ndarray:
     """Whether adding the dithers to these lower bits carries, bool."""
-    carry: np.ndarray = lower > np.invert(dither.astype(np.uint16))
+    total = lower + dither.astype(np.uint16, copy=False)  # modulo 2**16
+    carry: np.ndarray = total < lower
     return carry
 
 
 def _may_hold_nan(upper: np.ndarray) -> bool:
     """Whether some upper bits are a NaN's, or an infinity's, which lower bits may make a NaN."""
-    return bool((upper & np.uint16(_HIGH_MAGNITUDE)).max(initial=0) >= _HIGH_INFINITY)
+    positive = upper.view(np.int16).max(initial=0) >= _HIGH_INFINITY
+    return bool(positive or upper.max(initial=0) >= 0x8000 | _HIGH_INFINITY)
 
 
 def rounded(master: np.ndarray, rounding: WeightRounding, name: str) -> np.ndarray:
