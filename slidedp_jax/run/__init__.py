@@ -15,6 +15,7 @@
 | `folder.py`, `record.py`, `replaced.py`, `lock.py`, `writable.py` | the output folder |
 | `disk.py` | what a run will write there, against what is free |
 | `loop.py` | one run with everything checked |
+| `saving.py` | when it saves, what becomes of that, and which checkpoints stay |
 | `learning_rate.py`, `optimizers.py` | its schedule; the optimizers by name |
 | `overview.py` | what is printed before it begins |
 | `progress.py`, `metrics_file.py` | what is printed on the way, and `metrics.jsonl` |
