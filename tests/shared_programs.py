@@ -11,6 +11,7 @@ import inspect
 import os
 import sys
 
+import jax
 import numpy as np
 import optax
 
@@ -150,7 +151,10 @@ def _once(make, key_of):
 
     @functools.wraps(make)
     def make_once(*given, **named):
-        functions = [x for x in (*given, *named.values()) if callable(x)]
+        values = (*given, *named.values())
+        if any(isinstance(value, jax.core.Tracer) for value in values):  # as inject_hyperparams
+            return make(*given, **named)
+        functions = [x for x in values if callable(x)]
         key = repr(key_of(*given, **named)), *map(id, functions)
         if key not in made:
             made[key] = make(*given, **named), functions
