@@ -128,7 +128,7 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int, stop: S
     notes += changed_products(before, args, inputs.pretrained.config, at_once)
     steps = {"num_steps": inputs.num_steps, "first_step": inputs.first_step}
     disk = disk_of_run(args, folder, plan, **steps)
-    notes += [*disk.check(), *save_notes(args, plan, disk.use.checkpoint_bytes)]
+    notes += [*disk.check(), *save_notes(args, plan, disk.use.checkpoint_bytes, disk.bytes_per_s)]
     print(opening(args, inputs, plan, disk, notes, whole=whole), flush=True)
     if args.dry_run:
         return 0

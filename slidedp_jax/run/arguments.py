@@ -210,12 +210,7 @@ class TrainArguments:
         self._require("max_loss", loss_ok, "positive and finite, or null")
         self._require("max_consecutive_skips", self.max_consecutive_skips >= 1, "at least 1")
         self._require("save_total_limit", self.save_total_limit >= 1, "at least 1")
-        for name in ("save_minutes", "save_buffer", "stop_within"):
-            value = getattr(self, name)
-            ok = value is None or 0 < value < math.inf
-            self._require(name, ok, "positive and finite, or null")
-        if self.save_best and not self.validation_file:
-            raise UserError("save_best goes by the held-out loss; give a validation_file")
+        self._check_saving()
         self._require("num_train_epochs", 0 < self.num_train_epochs < math.inf, "positive")
         numbers = ("learning_rate", "weight_decay", "warmup_steps", "max_grad_norm")
         for name in (*numbers, "router_aux_loss_coef", "router_z_loss_coef"):
@@ -256,6 +251,14 @@ class TrainArguments:
             raise UserError("hardware plans for another machine; it goes with --dry_run only")
         if not self.train_file:
             raise UserError("train_file is empty; give at least one file")
+
+    def _check_saving(self) -> None:
+        for name in ("save_minutes", "save_buffer", "stop_within"):
+            value = getattr(self, name)
+            ok = value is None or 0 < value < math.inf
+            self._require(name, ok, "positive and finite, or null")
+        if self.save_best and not self.validation_file:
+            raise UserError("save_best goes by the held-out loss; give a validation_file")
 
     @property
     def clip(self) -> float | None:

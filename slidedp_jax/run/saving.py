@@ -141,25 +141,29 @@ class Saves:
         return min(default_buffer_bytes(state_bytes), planned_buffer_bytes(self._plan))
 
 
-def save_notes(args: TrainArguments, plan: Plan, checkpoint_bytes: float) -> list[str]:
+def save_notes(
+    args: TrainArguments, plan: Plan, checkpoint_bytes: float, disk_bytes_per_s: float | None
+) -> list[str]:
     """A note where saves will hold steps up for long, though they are written beside them.
 
     Args:
       args: the run's settings.
       plan: of its memory and steps.
       checkpoint_bytes: of one checkpoint.
+      disk_bytes_per_s: what the disk was seen to take; None: the usual.
     """
+    rate = disk_bytes_per_s or DISK_BYTES_PER_S
     if not args.save_beside or (args.save_steps is None and args.save_minutes is None):
         return []
     stated = None if args.save_buffer is None else args.save_buffer * GIB
     buffer_bytes = planned_buffer_bytes(plan) if stated is None else stated
-    seconds = stall_s(checkpoint_bytes, buffer_bytes, DISK_BYTES_PER_S, plan.chosen.time.step_s)
+    seconds = stall_s(checkpoint_bytes, buffer_bytes, rate, plan.chosen.time.step_s)
     if seconds < WORTH_A_NOTE_S:
         return []
     return [
         f"each save holds steps up for about {duration(seconds)}: {size_text(checkpoint_bytes)} of "
         f"state pass through {size_text(buffer_bytes)} of host memory to a disk that is taken to "
-        f"write {DISK_BYTES_PER_S / 1e9:g} GB/s"
+        f"write {rate / 1e9:.2g} GB/s"
     ]
 
 
