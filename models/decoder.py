@@ -13,6 +13,7 @@ from functools import partial
 from typing import Generic, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -27,7 +28,15 @@ from slidedp_jax.models.attention import (
 from slidedp_jax.models.config import ModelConfig
 from slidedp_jax.models.layers import DecoderLayer, Embedding, Head
 from slidedp_jax.models.loss import cross_entropy_sum, project_to_vocab
-from slidedp_jax.models.streamed import Batch, Cache, CachedForm, Params, Stage, StreamedModel
+from slidedp_jax.models.streamed import (
+    Batch,
+    Cache,
+    CachedForm,
+    Params,
+    Stage,
+    StreamedModel,
+    VocabularyForm,
+)
 
 LOSS_CHUNK_TOKENS = 1024
 """Tokens whose logits exist at one time in the loss, where no strategy says."""
@@ -86,6 +95,12 @@ def build(
         head_loss_for=head_loss_for,
         head_logits_fn=partial(_head_logits, head),
         tied=config.tie_word_embeddings,
+        vocabulary=VocabularyForm(
+            projection=(
+                "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+            ),
+            hidden_fn=partial(_head_hidden, head),
+        ),
         vocab_size=config.vocab_size,
         initial_value=partial(initial_value, initializer_range=config.initializer_range),
         cached=CachedForm(
@@ -211,6 +226,17 @@ def _head_loss(
         batch["targets"].reshape(-1),
         chunk_tokens=loss_chunk_tokens,
     )
+
+
+def _head_hidden(head: _Abstract[Head], params: Params, x: jax.Array) -> jax.Array:
+    """The final norm; the projection, which it does not read, may be None."""
+    filled = jax.tree.map(
+        lambda _, own: jnp.zeros((), x.dtype) if own is None else own,
+        head.shapes,
+        params,
+        is_leaf=lambda leaf: leaf is None,
+    )
+    return head.merge(filled).normalise(x)
 
 
 def _head_logits(

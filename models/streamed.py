@@ -94,6 +94,23 @@ CachedFn = Callable[[Params, jax.Array, Batch, Cache], tuple[jax.Array, Cache]]
 
 
 @dataclass(frozen=True, kw_only=True)
+class VocabularyForm:
+    """A lookup in a table of [V, D] and a loss that is cross-entropy after a plain projection.
+
+    Of such a model both can be taken in slices of the vocabulary (`models.sliced_loss`).
+
+    Attributes:
+      projection: full name of the projection [V, D]; of a tied model, the table of the embedding,
+        which has no other parameter.
+      hidden_fn: (head params, x [..., D]) -> what the projection is multiplied with, [..., D],
+        token by token; where the head has a projection of its own, that is None in the params.
+    """
+
+    projection: str
+    hidden_fn: Callable[[Params, jax.Array], jax.Array]
+
+
+@dataclass(frozen=True, kw_only=True)
 class CachedForm:
     """A decoder's layers as generation runs them: what was computed of earlier tokens is kept.
 
@@ -139,6 +156,8 @@ class StreamedModel:
       head_loss_for: (loss_chunk_tokens) -> the same loss that holds the logits of so many tokens at
         once, which is what a strategy decides; None: the loss is as it is, and no strategy has a
         say in it.
+      vocabulary: how embedding and head are taken in slices of the vocabulary, or None: the head's
+        loss is an affair of its own.
       cached: the layers in a form that keeps keys and values, or None: no text can be generated.
       random: the functions read `row_seeds`; without them they draw nothing (evaluation).
       indexed: a layer function reads `layer_index`.
@@ -160,6 +179,7 @@ class StreamedModel:
     vocab_size: int
     initial_value: Callable[[str, tuple[int, ...], int], np.ndarray]
     head_loss_for: Callable[[int], HeadLossFn] | None = None
+    vocabulary: VocabularyForm | None = None
     cached: CachedForm | None = None
     random: bool = False
     indexed: bool = False

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
+from slidedp_jax.planner import sliced_head
 from slidedp_jax.planner.chunking import chunk_stages
 from slidedp_jax.planner.hardware import ComputeDtype, HardwareProfile
 from slidedp_jax.planner.strategy import (
@@ -127,17 +128,29 @@ def candidates(
                         tokens = rows * batch.seq_length
                         chosen = _chosen(choices.loss_chunk_tokens, LOSS_CHUNKS_TOKENS)
                         sizes = {workload.loss_tokens(size, tokens) for size in chosen}
-                        yield _by_loss_chunk(strategy, sizes)
+                        yield _heads(workload, strategy, sizes, num_devices)
 
 
 def _chosen(choice: _T | None, options: tuple[_T, ...]) -> tuple[_T, ...]:
     return options if choice is None else (choice,)
 
 
-def _by_loss_chunk(strategy: Strategy, sizes: Iterable[int]) -> Iterator[Strategy]:
-    """Loss chunks from large, which is faster, to small, which is smaller."""
-    for size in sorted(sizes, reverse=True):
-        yield replace(strategy, loss_chunk_tokens=size)
+def _heads(
+    workload: Workload, strategy: Strategy, sizes: Iterable[int], num_devices: int
+) -> Iterator[Strategy]:
+    """Loss chunks from large, which is faster, to small, which is smaller, then two passes.
+
+    Those are the leanest, and faster than one pass in very small loss chunks.
+    """
+    ordered = sorted(sizes, reverse=True)
+    for size in ordered:
+        if size >= sliced_head.SMALL_LOSS_CHUNK_TOKENS:
+            yield replace(strategy, loss_chunk_tokens=size)
+    largest = replace(strategy, loss_chunk_tokens=ordered[0])
+    yield from sliced_head.with_slices(workload, largest, num_devices)
+    for size in ordered:
+        if size < sliced_head.SMALL_LOSS_CHUNK_TOKENS:
+            yield replace(strategy, loss_chunk_tokens=size)
 
 
 def _chunk_sizes(num_layers: int, choice: int | None) -> list[int]:

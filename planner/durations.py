@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from slidedp_jax.planner import sliced_head
 from slidedp_jax.planner.chunking import Chunks, ChunkWork, chunk_stages
 from slidedp_jax.planner.flops import matmul_forward_flops
 from slidedp_jax.planner.hardware import HardwareProfile
@@ -77,7 +78,11 @@ def chunk_durations(
       optimizer_state_bytes: optimizer state per parameter in bytes.
     """
     chunks = chunk_stages(
-        workload, strategy.layers_per_chunk, strategy.block_size, strategy.num_host_devices
+        workload,
+        strategy.layers_per_chunk,
+        strategy.block_size,
+        strategy.num_host_devices,
+        strategy.vocab_slices,
     )
     costs = _Costs(workload, chunks, batch, strategy, hardware, optimizer_state_bytes)
     first_kept = len(chunks.layers) - strategy.kept_chunks
@@ -167,6 +172,8 @@ class _Costs:
         memory traffic.
         """
         stage, workload, tokens = self._workload.head, self._workload, self._tokens
+        if self._strategy.vocab_slices > 1:
+            return self._sliced_head(resident=resident)
         flops = 3.0 * matmul_forward_flops(tokens, stage.matmul_parameters)
         at_once = workload.loss_tokens(self._strategy.loss_chunk_tokens, tokens)
         loss_chunks = -(-tokens // at_once)
@@ -180,6 +187,36 @@ class _Costs:
         num = self._strategy.num_microbatches
         times = 0.0, num * seconds
         return self._durations(self._chunks.head, *times, num * flops, resident=resident)
+
+    def _sliced_head(self, *, resident: bool) -> ChunkDurations:
+        """In two passes over slices of the vocabulary, whose weights may be uploaded twice."""
+        stage, workload = self._workload.head, self._workload
+        seconds, flops = sliced_head.head_seconds(
+            workload,
+            self._strategy,
+            self._hardware,
+            tokens=self._tokens,
+            matmul_rate=self._matmul_rate,
+            passes_over_logits=LOGITS_PASSES,
+        )
+        seconds += (1 + ELEMENTWISE_BACKWARD) * self._elementwise_s(
+            stage.elementwise_elements * self._tokens
+        )
+        num = self._strategy.num_microbatches
+        found = self._durations(
+            self._chunks.head, 0.0, num * seconds, num * flops, resident=resident
+        )
+        times = sliced_head.uploads_of_projection(workload, self._strategy)
+        owner = sliced_head.projection_chunk(self._chunks, tied=workload.tied)
+        unpack_s, upload_bytes, pieces = self._upload(float(owner.padded_parameters))
+        once_s = self._hardware.h2d.seconds(upload_bytes) + pieces * self._hardware.copy_gap_s
+        passes = 2  # weights that stay are unpacked for either all the same
+        return replace(
+            found,
+            backward_s=found.backward_s + (passes if workload.tied else passes - 1) * unpack_s,
+            upload_s=found.upload_s + times * once_s,
+            upload_bytes=found.upload_bytes + times * upload_bytes,
+        )
 
     def _layer(self, stage: StageWork) -> tuple[float, float, float, float]:
         """Seconds and operations of forward and of backward without recompute, one microbatch."""

@@ -32,6 +32,7 @@ _ADVICE: Mapping[str, str] = {
     "head_gradient": "use devices with more memory",
     "logits": "use a smaller --loss_chunk_tokens; where the loss is the model's own, fewer tokens "
     "per microbatch, or in that loss models.loss.cross_entropy_sum with a smaller chunk_tokens",
+    "hidden_gradient": "use fewer tokens per step and device (fewer rows, or more devices)",
     "batch_arrays": "use fewer tokens per step",
     "master_weights": "use a host with more memory or a smaller model: 4 bytes per parameter are "
     "the least",

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from slidedp_jax.planner import sliced_head
 from slidedp_jax.planner.chunking import Chunks, ChunkWork, chunk_stages
 from slidedp_jax.planner.hardware import HardwareProfile
 from slidedp_jax.planner.pinned_pool import pool_regions
@@ -82,7 +83,11 @@ def memory_use(
       optimizer_state_bytes: optimizer state per parameter in bytes, AdamW's 8 by default.
     """
     chunks = chunk_stages(
-        workload, strategy.layers_per_chunk, strategy.block_size, strategy.num_host_devices
+        workload,
+        strategy.layers_per_chunk,
+        strategy.block_size,
+        strategy.num_host_devices,
+        strategy.vocab_slices,
     )
     phases = device_phases(workload, chunks, batch, strategy, hardware.num_devices)
     packed = packed_attention_bytes(workload, batch, strategy)
@@ -136,7 +141,8 @@ def device_phases(
 def _forward_phases(sizes: _Sizes) -> dict[str, dict[str, float]]:
     """Up to and including the loss."""
     chunks, inputs = sizes.chunks, len(sizes.chunks.layers)
-    embedding = {"embedding_weights": sizes.weights(chunks.embed)} if sizes.tied else {}
+    held = sizes.tied and not sizes.slices_head
+    embedding = {"embedding_weights": sizes.weights(chunks.embed)} if held else {}
     return {
         "embedding": {
             "layer_weights": sizes.prefetched,
@@ -156,10 +162,8 @@ def _forward_phases(sizes: _Sizes) -> dict[str, dict[str, float]]:
         "loss": {
             "layer_weights": sizes.window,
             **embedding,
-            "head_weights": 2.0 * sizes.weights(chunks.head),
             "boundary_activations": (inputs + 2) * sizes.boundary,
-            "logits": sizes.logits,
-            "head_gradient": sizes.head_gradient,
+            **sizes.loss,
             **sizes.kept,
             **sizes.decided(chunks.layers),
             "batch_arrays": sizes.batch_arrays,
@@ -175,9 +179,10 @@ def _backward_phases(sizes: _Sizes) -> dict[str, dict[str, float]]:
     layer_wire = sizes.wire(sizes.largest_layer)
     others = GRADIENTS_IN_FLIGHT - 1  # while one more is computed
     layers_leaving = others * layer_wire
-    leaving = others * max(layer_wire, 0.0 if sizes.tied else sizes.wire(chunks.head))
+    leaving = others * max(layer_wire, 0.0 if sizes.tied else sizes.head_wire)
     summed_layer = sizes.summed_beside(sizes.largest_layer)
-    summed = max(summed_layer, 0.0 if sizes.tied else sizes.summed_beside(chunks.head))
+    head_travels_alone = sizes.tied or sizes.slices_head
+    summed = max(summed_layer, 0.0 if head_travels_alone else sizes.summed_beside(chunks.head))
     return {
         "backward": {
             "layer_weights": sizes.window,
@@ -215,7 +220,7 @@ def _backward_phases(sizes: _Sizes) -> dict[str, dict[str, float]]:
             "boundary_activations": sizes.boundary,
             "layer_gradients": layers_leaving,
             **embedding_sum,
-            "embedding_gradient": 4.0 * chunks.embed.padded_parameters + sizes.wire(chunks.embed),
+            "embedding_gradient": sizes.embedding_gradient,
             "batch_arrays": sizes.batch_arrays,
         },
     }
@@ -343,6 +348,40 @@ class _Sizes:
         return {"decided": float(tokens * self._strategy.compute_bytes * elements)}
 
     @property
+    def slices_head(self) -> bool:
+        """Whether the head is taken in slices of the vocabulary."""
+        return self._strategy.vocab_slices > 1
+
+    @property
+    def loss(self) -> dict[str, float]:
+        """Of the head while it computes loss and gradients."""
+        if not self.slices_head:
+            return {
+                "head_weights": 2.0 * self.weights(self.chunks.head),
+                "logits": self.logits,
+                "head_gradient": self.head_gradient,
+            }
+        return sliced_head.loss_memory(
+            self.chunks,
+            self._workload,
+            self._strategy,
+            microbatch_tokens=self._tokens,
+            wire=self.wire(self.chunks.embed if self.tied else self.chunks.head),
+        )
+
+    @property
+    def head_wire(self) -> float:
+        """What of the head's gradient may still be leaving when layers run backward."""
+        return self.wire(self.chunks.head) / self._strategy.vocab_slices
+
+    @property
+    def embedding_gradient(self) -> float:
+        """Of the embedding, packed and rounded; of a tied one in slices, one of them."""
+        embed, count = self.chunks.embed, self._strategy.vocab_slices if self.tied else 1
+        in_flight = 1 if count == 1 else GRADIENTS_IN_FLIGHT
+        return (4.0 * embed.padded_parameters + in_flight * self.wire(embed)) / count
+
+    @property
     def logits(self) -> float:
         """The logits of one loss chunk and what is made of them."""
         tokens = self._workload.loss_tokens(self._strategy.loss_chunk_tokens, self._tokens)
@@ -377,10 +416,12 @@ def _host(
     """
     copies = hardware.num_devices if strategy.gradient_route == "host_sum" else 1
     shards = hardware.num_devices if strategy.gradient_route == "reduce_scatter" else 1
+    projection = sliced_head.projection_chunk(chunks, tied=workload.tied)
     requests = [
-        strategy.gradient_bytes * chunk.padded_parameters / shards
+        strategy.gradient_bytes * chunk.padded_parameters / shards / slices
         for chunk in reversed(chunks.all[strategy.resident_chunks :])  # as backward sends them
-        for _ in range(copies * shards)
+        for slices in [strategy.vocab_slices if chunk is projection else 1]
+        for _ in range(copies * shards * slices)
     ]
     gradients = float(sum(requests))
     # The CPU backend has no page-locked pool.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from slidedp_jax.planner import sliced_head
 from slidedp_jax.planner.job import Alternative, Job
 from slidedp_jax.planner.memory import MemoryUse
 from slidedp_jax.planner.strategy import Strategy
@@ -54,7 +55,7 @@ def relieving_host(job: Job, strategy: Strategy) -> tuple[Strategy, bool]:
 
     def first(fits: Callable[[MemoryUse], bool]) -> int:
         """The smallest number of resident chunks for which it holds; one more than all if none."""
-        least, most = 0, _num_chunks(job, strategy) + 1
+        least, most = 0, _most_resident(job, strategy) + 1
         while least < most:
             middle = (least + most) // 2
             if fits(job.memory(replace(strategy, resident_chunks=middle))):
@@ -77,7 +78,7 @@ def with_state_on_devices(job: Job, found: Alternative, *, keep_activations: boo
       found: a strategy that fits, whose gradients the devices sum.
       keep_activations: let results of layers have what state leaves.
     """
-    num_chunks = _num_chunks(job, found.strategy)
+    num_chunks = _most_resident(job, found.strategy)
     best, tried = found, {found.strategy.resident_chunks}
 
     def search(counts: Iterable[int]) -> None:
@@ -113,6 +114,7 @@ def _leaves_some(job: Job, memory: MemoryUse) -> bool:
     return memory.device_bytes <= SHARE * job.device_budget_bytes
 
 
-def _num_chunks(job: Job, strategy: Strategy) -> int:
-    """With embedding and head."""
-    return -(-len(job.workload.layers) // strategy.layers_per_chunk) + 2
+def _most_resident(job: Job, strategy: Strategy) -> int:
+    """All chunks, with embedding and head, or what slices of the vocabulary leave."""
+    num_chunks = -(-len(job.workload.layers) // strategy.layers_per_chunk) + 2
+    return sliced_head.most_resident(job.workload, strategy, num_chunks)

@@ -46,6 +46,11 @@ class Strategy:
         devices, each with its share, and is updated there.
       loss_chunk_tokens: tokens whose logits exist at once. A model whose loss decides that by
         itself goes its own way; in plans for it, this is what it does.
+      vocab_slices: slices of the vocabulary in which the head's logits and gradients are made, in
+        two passes; 1: all of it in one pass. Each is whole pieces of the state: it divides
+        `num_host_devices`.
+      slice_head_weights: with several slices, also the projection's weights are on the device a
+        slice at a time, and uploaded for either pass; otherwise once.
       compute_dtype: dtype of forward and backward.
       num_host_devices: CPU devices over which the state is sharded, K; a multiple of the number of
         compute devices.
@@ -62,6 +67,8 @@ class Strategy:
     kept_chunks: int = 0
     resident_chunks: int = 0
     loss_chunk_tokens: int = 1024
+    vocab_slices: int = 1
+    slice_head_weights: bool = False
     compute_dtype: ComputeDtype = "bfloat16"
     num_host_devices: int = 1
     block_size: int = 4096
@@ -85,6 +92,17 @@ class Strategy:
                 f"resident_chunks is {self.resident_chunks} with gradient_route "
                 f"{self.gradient_route!r}; state on the devices is updated from gradients that the "
                 "devices sum, so use 'reduce_scatter', or resident_chunks 0."
+            )
+        if self.num_host_devices % self.vocab_slices:
+            raise ValueError(
+                f"vocab_slices is {self.vocab_slices} with num_host_devices "
+                f"{self.num_host_devices}; a slice is whole pieces of the state, so it must divide "
+                "that."
+            )
+        if self.slice_head_weights and self.vocab_slices == 1:
+            raise ValueError(
+                "slice_head_weights is true with vocab_slices 1; weights are sliced where the "
+                "vocabulary is: use more slices, or slice_head_weights false."
             )
 
     @staticmethod
@@ -135,6 +153,7 @@ _COUNTS = (
     "num_microbatches",
     "prefetch_depth",
     "loss_chunk_tokens",
+    "vocab_slices",
     "num_host_devices",
     "block_size",
 )

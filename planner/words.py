@@ -18,6 +18,7 @@ CATEGORY_WORDS = {
     "embedding_gradient_sum": "of the tied output projection, waiting",
     "packed_attention": "workspace of attention over packed rows",
     "logits": "of a part of the tokens at a time",
+    "hidden_gradient": "of the last hidden states, added up over slices of the vocabulary",
     "kept_chunks": "layers whose results stay, so that they are not recomputed",
     "decided": "choices that must not be made twice",
     "resident_state": "layers whose weights and optimizer state stay on the GPU",

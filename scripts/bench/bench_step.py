@@ -50,6 +50,8 @@ def parse() -> argparse.Namespace:
         "--resident-chunks", type=int, default=0, help="lowest chunks whose state stays on the GPUs"
     )
     parser.add_argument("--loss-chunk-tokens", type=int, default=4096)
+    parser.add_argument("--vocab-slices", type=int, default=1, help="of the head, in two passes")
+    parser.add_argument("--slice-head-weights", action="store_true")
     parser.add_argument("--num-devices", type=int)
     parser.add_argument("--num-host-devices", type=int)
     parser.add_argument("--weight-route", default="replicate")
@@ -116,9 +118,11 @@ def planned(args: argparse.Namespace, config: Any, policy: str, tokens: int) -> 
 
 def stated_strategy(args: argparse.Namespace, setup: Any, policy: str) -> Strategy:
     """The strategy of the command line, for steps of the most tokens."""
+    cut = microbatches(args, max(args.tokens), len(setup.devices()[0]))
     return Strategy(
         layers_per_chunk=args.layers_per_chunk,
-        **microbatches(args, max(args.tokens), len(setup.devices()[0])),
+        rows_per_microbatch=cut["rows_per_microbatch"],
+        num_microbatches=cut["num_microbatches"],
         weight_route=args.weight_route,
         gradient_route=args.gradient_route,
         update_policy="eager" if policy == "eager" else "deferred",
@@ -126,6 +130,8 @@ def stated_strategy(args: argparse.Namespace, setup: Any, policy: str) -> Strate
         kept_chunks=args.kept_chunks,
         resident_chunks=args.resident_chunks,
         loss_chunk_tokens=args.loss_chunk_tokens,
+        vocab_slices=args.vocab_slices,
+        slice_head_weights=args.slice_head_weights,
         compute_dtype=args.dtype,
         num_host_devices=setup.num_host_devices,
         block_size=args.block_size,

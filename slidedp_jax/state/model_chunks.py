@@ -51,6 +51,9 @@ def chunks_of(
     Raises:
       UserError: nothing is trained, or a chunk cannot be updated where the strategy wants it.
     """
+    projection = None
+    if strategy.vocab_slices > 1:
+        projection = _check_slices(model, strategy)
 
     def layout(name: str, stages: Sequence[Any]) -> ChunkLayout:
         names = [parameter for stage in stages for parameter in stage.parameter_names()]
@@ -60,6 +63,7 @@ def chunks_of(
             groups,
             block_size=strategy.block_size,
             num_pieces=strategy.num_host_devices,
+            by_rows=projection if projection in names else None,
             kinds={parameter: kinds.get(parameter, FROZEN) for parameter in names},
         )
 
@@ -75,8 +79,29 @@ def chunks_of(
     resident = strategy.resident_chunks
     _check_resident(layouts[:resident], whole)
     _check_pieces(layouts[resident:])
+    _check_no_slices(layouts[:resident], projection)
     layouts[:resident] = [replace(chunk, resident=True) for chunk in layouts[:resident]]
     return layouts, layer_fns
+
+
+def _check_slices(model: StreamedModel, strategy: Strategy) -> str:
+    """The projection's name, if the model can be taken in slices."""
+    if model.vocabulary is None:
+        raise UserError(
+            f"the strategy takes the head in {strategy.vocab_slices} slices of the vocabulary, but "
+            "this model's loss is an affair of its own; plan with vocab_slices=1"
+        )
+    return model.vocabulary.projection
+
+
+def _check_no_slices(resident: Sequence[ChunkLayout], projection: str | None) -> None:
+    for layout in resident:
+        if projection in [slot.name for slot in layout.slots]:
+            raise UserError(
+                f"the strategy keeps the state of {len(resident)} chunks on the devices, among "
+                f"them that of {projection}, which it takes in slices of the vocabulary: those are "
+                "sent to the host. Plan with fewer resident_chunks, or vocab_slices=1"
+            )
 
 
 def _check_pieces(layouts: Sequence[ChunkLayout]) -> None:

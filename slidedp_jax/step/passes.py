@@ -15,7 +15,7 @@ from slidedp_jax.state.layout import ChunkLayout
 from slidedp_jax.step.batch import PreparedBatch, prepare
 from slidedp_jax.step.in_flight import StepOutputs
 from slidedp_jax.step.pipeline import GradientSink, Pipeline
-from slidedp_jax.transfer.routes import DATA_AXIS, Gradient, GradientPath
+from slidedp_jax.transfer.routes import DATA_AXIS, Gradient, GradientPath, SentSlices
 from slidedp_jax.transfer.weight_window import StreamedWeights, WeightSource
 from slidedp_jax.update.state_gate import StateGate
 
@@ -92,7 +92,7 @@ class Passes:
         weight: jax.Array = jax.device_put(np.float32(1 / prepared.num_supervised), self._same)
         return self._pipeline.step(weights, microbatches, weight, sink)
 
-    def send(self, chunk: int, wires: Sequence[jax.Array]) -> Gradient:
+    def send(self, chunk: int, wires: Sequence[jax.Array | SentSlices]) -> Gradient:
         """Start the copy of a chunk's gradient to the host."""
         self._gate.check_open()
         return self._gradients.send(wires, self._layouts[chunk])

@@ -105,6 +105,11 @@ class ComputePrograms:
         """Sums over chunks of float32 [G], given per chunk and microbatch, per microbatch."""
         return [self._total(of_chunks) for of_chunks in zip(*parts, strict=True)]
 
+    def total(self, parts: tuple[jax.Array, ...]) -> jax.Array:
+        """Sum of float32 [G] arrays."""
+        added: jax.Array = self._total(parts)
+        return added
+
     def gives(self, layer_fns: LayerFns, trees: Any, x: jax.Array, batch: Any) -> Gives:
         """What a chunk's layers give beside x, read off the trace of `forward` on such arrays.
 

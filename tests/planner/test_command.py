@@ -125,7 +125,7 @@ def test_fewer_rows_that_fit_the_devices_are_named(capsys):
     plan = planned(capsys, *job, "--tokens_per_step", str(16 * 4096))
     need = plan["chosen"]["memory"]["device_bytes"] / 2**30
     assert f"- a step of 16 rows of 4,096 tokens fits: {need:.2f} GiB of each device" in error
-    assert main([*job, "--tokens_per_step", "131072", "--device_memory_gib", "9"]) == 1
+    assert main([*job, "--tokens_per_step", "131072", "--device_memory_gib", "6"]) == 1
     assert "- a step of 1 row of 4,096 tokens still needs " in capsys.readouterr().err
 
 

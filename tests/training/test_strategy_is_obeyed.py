@@ -38,7 +38,13 @@ CHANGES = [
         "prefetch_depth": 2,
         "compute_dtype": "bfloat16",
     },
-    {"layers_per_chunk": 2, "resident_chunks": 3, "num_host_devices": 4},
+    {
+        "layers_per_chunk": 2,
+        "resident_chunks": 3,
+        "num_host_devices": 4,
+        "vocab_slices": 2,
+        "slice_head_weights": True,
+    },
 ]
 """Each field once. All of them are seen in every run, so several may change at a time."""
 
@@ -58,6 +64,8 @@ EXPECTED = {
     "kept_chunks": lambda plan: layer_chunks(plan) - max(1, plan.kept_chunks),
     "resident_chunks": lambda plan: layer_chunks(plan) + 2 - plan.resident_chunks,
     "loss_chunk_tokens": lambda plan: {plan.loss_chunk_tokens},
+    "vocab_slices": lambda plan: plan.vocab_slices if plan.vocab_slices > 1 else 0,
+    "slice_head_weights": lambda plan: 2 if plan.slice_head_weights else 0,
     "compute_dtype": lambda plan: {plan.compute_dtype},
     "num_host_devices": lambda plan: {plan.num_host_devices},
     "block_size": lambda plan: padded_size(
@@ -139,12 +147,16 @@ def seen(plan: Strategy):
         it.wait()
         fetched = it.weights.bytes_fetched - fetched
         names, layouts = list(watch.names), {one.name: one for one in it.store.layouts}
-        uploads = [name.split()[1] for name in names if name.startswith("upload")]
+        slices = [name for name in names if name.startswith("upload") and " slice " in name]
+        uploads = [n.split()[1] for n in names if n.startswith("upload") and n not in slices]
         travelled = sum(
             plan.upload_bytes * layouts[name].padded_size
             for name in uploads
             if not layouts[name].resident
         )
+        for name in slices:
+            travelled += plan.upload_bytes * layouts[name.split()[1]].padded_size / len({*slices})
+        uploads += sorted({name.split()[1] for name in slices})
         arrays = [array for gradient, _ in gradients for array in gradient.pinned]
         arrived = sum(s.data.nbytes for array in arrays for s in array.addressable_shards)
         sent = sum(plan.gradient_bytes * layout.padded_size for _, layout in gradients)
@@ -160,6 +172,8 @@ def seen(plan: Strategy):
             "kept_chunks": len(uploads) - len(layouts),
             "resident_chunks": len(gradients),
             "loss_chunk_tokens": loss_chunks,
+            "vocab_slices": len({*slices}),
+            "slice_head_weights": len(slices) / len({*slices}) if slices else 0,
             "compute_dtype": {str(array.dtype) for array in arrays},
             "num_host_devices": {len(part.arrays[0].sharding.device_set) for part in on_host},
             "block_size": it.store.layouts[1].padded_size,
