@@ -46,6 +46,8 @@ class ChunkDurations:
       update_s: host update.
       update_bytes: traffic of the host update in host memory.
       stays: whether the weights lie on the device from forward to backward.
+      boundary_s: one copy of the chunk's input off each device, or back; 0 if it stays.
+      boundary_bytes: of that copy, one device.
     """
 
     forward_s: float
@@ -58,6 +60,8 @@ class ChunkDurations:
     update_s: float = 0.0
     update_bytes: float = 0.0
     stays: bool = False
+    boundary_s: float = 0.0
+    boundary_bytes: float = 0.0
 
 
 def chunk_durations(
@@ -96,6 +100,8 @@ def chunk_durations(
         )
         for index, chunk in enumerate(chunks.layers)
     ]
+    for index in range(min(strategy.host_boundaries, len(layers))):
+        layers[index] = costs.with_boundary(layers[index])
     embedding = replace(costs.embedding(resident=resident > 0), stays=True)
     return (embedding, *layers, costs.head(resident=resident > len(layers) + 1))
 
@@ -187,6 +193,16 @@ class _Costs:
         num = self._strategy.num_microbatches
         times = 0.0, num * seconds
         return self._durations(self._chunks.head, *times, num * flops, resident=resident)
+
+    def with_boundary(self, layers: ChunkDurations) -> ChunkDurations:
+        """A chunk whose input waits in host memory, in one piece per microbatch."""
+        num, hardware = self._strategy.num_microbatches, self._hardware
+        size = float(self._strategy.host_boundary_bytes)
+        return replace(
+            layers,
+            boundary_s=num * hardware.d2h.seconds(size),
+            boundary_bytes=num * size,
+        )
 
     def _sliced_head(self, *, resident: bool) -> ChunkDurations:
         """In two passes over slices of the vocabulary, whose weights may be uploaded twice."""

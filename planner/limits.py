@@ -42,6 +42,7 @@ _ADVICE: Mapping[str, str] = {
     "state_in_passing": "leave the embedding's state on the host, or use fewer layers per chunk",
     "waiting_gradients": "use bfloat16 compute (--dtype of training, --compute_dtype of plans) or "
     "--gradient_route reduce_scatter",
+    "host_boundaries": "use fewer tokens per step, or more --layers_per_chunk",
     "pinned_pool_overhead": "use fewer --layers_per_chunk",
     "compute_devices": "use fewer compute devices or fewer tokens per step",
 }

@@ -140,7 +140,7 @@ def device_phases(
 
 def _forward_phases(sizes: _Sizes) -> dict[str, dict[str, float]]:
     """Up to and including the loss."""
-    chunks, inputs = sizes.chunks, len(sizes.chunks.layers)
+    chunks, inputs = sizes.chunks, sizes.inputs
     held = sizes.tied and not sizes.slices_head
     embedding = {"embedding_weights": sizes.weights(chunks.embed)} if held else {}
     return {
@@ -173,7 +173,7 @@ def _forward_phases(sizes: _Sizes) -> dict[str, dict[str, float]]:
 
 def _backward_phases(sizes: _Sizes) -> dict[str, dict[str, float]]:
     """After the loss."""
-    chunks, inputs = sizes.chunks, len(sizes.chunks.layers)
+    chunks, inputs = sizes.chunks, sizes.inputs
     embedding_sum = {"embedding_gradient_sum": 4.0 * chunks.embed.num_parameters}
     tied_gradient = embedding_sum if sizes.tied else {}
     layer_wire = sizes.wire(sizes.largest_layer)
@@ -270,6 +270,7 @@ class _Sizes:
         arriving = strategy.upload_bytes * float(self.largest_layer.padded_parameters)
         if self._gathers:
             arriving /= num_devices
+        self.inputs = strategy.boundaries_on_device(len(chunks.layers))
         self.prefetched = strategy.prefetch_depth * arriving
         self.window = self.prefetched + SLOTS_BESIDE_PREFETCH * self.weights(self.largest_layer)
 
@@ -424,8 +425,12 @@ def _host(
         for _ in range(copies * shards * slices)
     ]
     gradients = float(sum(requests))
+    boundaries = [float(strategy.host_boundary_bytes)] * (
+        strategy.host_boundaries * strategy.num_microbatches * hardware.num_devices
+    )
+    in_pool = gradients + sum(boundaries)
     # The CPU backend has no page-locked pool.
-    pool = gradients if hardware.unified_memory else float(sum(pool_regions(requests)))
+    pool = in_pool if hardware.unified_memory else float(sum(pool_regions(boundaries + requests)))
     padded = chunks.padded_parameters - resident_parameters(chunks, strategy)
     passing = chunks.all[: strategy.resident_chunks]
     stages = [stage.num_parameters for stage in workload.stages]
@@ -440,6 +445,7 @@ def _host(
         "optimizer_state": float(optimizer_state_bytes * padded),
         "state_in_passing": float((MASTER_BYTES + optimizer_state_bytes) * max(saved, read)),
         "waiting_gradients": gradients,
-        "pinned_pool_overhead": pool - gradients,
+        **({"host_boundaries": sum(boundaries)} if boundaries else {}),
+        "pinned_pool_overhead": pool - in_pool,
         "runtime_reserve": hardware.host_reserve_bytes,
     }, pool

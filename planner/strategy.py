@@ -23,6 +23,11 @@ GRADIENTS_IN_FLIGHT = 2
 """Gradients on their way off a device, the newest one among them: before another chunk runs
 backward, the schedule waits until there is room for its own."""
 
+BOUNDARIES_IN_FLIGHT = 2
+"""Boundary activations on their way off a device, the newest one among them: before another chunk
+runs forward, the schedule waits until there is room for its own. As many are on a device in
+backward: one in use, one on its way."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
@@ -44,6 +49,10 @@ class Strategy:
         forward to backward; the others are uploaded again and recomputed.
       resident_chunks: lowest chunks, the embedding among them, whose training state stays on the
         devices, each with its share, and is updated there.
+      host_boundaries: lowest layer chunks whose inputs wait in host memory from forward to
+        backward; those of the others wait on the devices.
+      host_boundary_bytes: of one device's input for one microbatch, for which page-locked memory is
+        made: steps of longer rows are refused.
       loss_chunk_tokens: tokens whose logits exist at once. A model whose loss decides that by
         itself goes its own way; in plans for it, this is what it does.
       vocab_slices: slices of the vocabulary in which the head's logits and gradients are made, in
@@ -66,6 +75,8 @@ class Strategy:
     prefetch_depth: int = 1
     kept_chunks: int = 0
     resident_chunks: int = 0
+    host_boundaries: int = 0
+    host_boundary_bytes: int = 0
     loss_chunk_tokens: int = 1024
     vocab_slices: int = 1
     slice_head_weights: bool = False
@@ -75,7 +86,7 @@ class Strategy:
 
     def __post_init__(self) -> None:
         """Checks each field."""
-        for names, least in ((_COUNTS, 1), (("kept_chunks", "resident_chunks"), 0)):
+        for names, least in ((_COUNTS, 1), (_SHARES, 0)):
             for name in names:
                 value = getattr(self, name)
                 if not isinstance(value, int) or value < least:
@@ -92,6 +103,12 @@ class Strategy:
                 f"resident_chunks is {self.resident_chunks} with gradient_route "
                 f"{self.gradient_route!r}; state on the devices is updated from gradients that the "
                 "devices sum, so use 'reduce_scatter', or resident_chunks 0."
+            )
+        if bool(self.host_boundaries) != bool(self.host_boundary_bytes):
+            raise ValueError(
+                f"host_boundaries is {self.host_boundaries} and host_boundary_bytes "
+                f"{self.host_boundary_bytes}; state both, or neither: room is made for so many of "
+                "that size."
             )
         if self.num_host_devices % self.vocab_slices:
             raise ValueError(
@@ -128,6 +145,11 @@ class Strategy:
         """Layer chunks whose weights lie on a device at once."""
         return self.prefetch_depth + SLOTS_BESIDE_PREFETCH
 
+    def boundaries_on_device(self, num_chunks: int) -> int:
+        """Inputs of layer chunks on a device at the end of forward, with those on their way."""
+        on_host = min(self.host_boundaries, num_chunks)
+        return num_chunks - on_host + min(on_host, BOUNDARIES_IN_FLIGHT)
+
     @property
     def compute_bytes(self) -> int:
         """Bytes per element in forward and backward."""
@@ -157,6 +179,7 @@ _COUNTS = (
     "num_host_devices",
     "block_size",
 )
+_SHARES = ("kept_chunks", "resident_chunks", "host_boundaries", "host_boundary_bytes")
 _CHOICES: dict[str, tuple[str, ...]] = {
     "weight_route": WEIGHT_ROUTES,
     "gradient_route": GRADIENT_ROUTES,

@@ -30,6 +30,7 @@ CATEGORY_WORDS = {
     "optimizer_state": "such as AdamW's two moments",
     "waiting_gradients": "of a step, until their norm is known",
     "state_in_passing": "of the layers being saved or read",
+    "host_boundaries": "what passes between layers, from forward to backward",
     "pinned_pool_overhead": "XLA's page-locked memory comes in powers of two",
     "compute_devices": "what the CPU devices that compute hold",
     # Of both.

@@ -24,10 +24,11 @@ from slidedp_jax.state.starting_state import (
 )
 from slidedp_jax.state.weight_rounding import WeightRounding
 from slidedp_jax.step.layer_functions import LayerFns
-from slidedp_jax.step.pipeline import Pipeline
+from slidedp_jax.step.pipeline import Pipeline, lowest_trained
 from slidedp_jax.step.programs import ComputePrograms
 from slidedp_jax.step.sliced_head import SlicedHead, SlicedHeadPrograms
 from slidedp_jax.tracer import Tracer
+from slidedp_jax.transfer.boundary_store import BoundaryStore
 from slidedp_jax.transfer.device_map import DeviceMap
 from slidedp_jax.transfer.routes import DATA_AXIS, GradientPath, WeightPath, weight_path
 from slidedp_jax.transfer.vocabulary_slices import SlicePrograms, VocabularySlices
@@ -180,6 +181,7 @@ def _around(
         tied=model.tied,
         indexed=model.indexed,
         programs=programs,
+        boundaries=_boundaries(strategy, layouts, on_devices, tracer),
         sliced_head=sliced_head,
         prefetch_depth=strategy.prefetch_depth,
         kept_chunks=strategy.kept_chunks,
@@ -219,6 +221,20 @@ def _around(
         pipeline=pipeline,
         updates=updates,
         gate=gate,
+    )
+
+
+def _boundaries(
+    strategy: Strategy, layouts: Sequence[ChunkLayout], on_devices: DeviceMap, tracer: Tracer
+) -> BoundaryStore:
+    """Where inputs of chunks wait for backward."""
+    first = max(1, lowest_trained(layouts))
+    last = min(first + strategy.host_boundaries, len(layouts) - 1)
+    return BoundaryStore(
+        on_devices,
+        range(first, last),
+        slot_bytes=strategy.host_boundary_bytes,
+        tracer=tracer,
     )
 
 

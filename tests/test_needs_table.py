@@ -2,6 +2,7 @@
 
 import math
 import runpy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,8 @@ def test_the_smallest_gpu_is_the_smallest():
 
 
 def test_what_does_not_fit_has_no_figures():
-    assert MADE["cell"]("qwen2.5-72b", PRESETS["rtx4090"]) is None
+    card = replace(PRESETS["rtx4090"], device_memory_bytes=12 * GIB)
+    assert MADE["cell"]("qwen2.5-72b", card) is None
     assert str(MADE["Cell"](hours=1.61, host_gib=1234.5, tokens_per_device=32768)) == (
         "97 min, 1,234 GiB"
     )

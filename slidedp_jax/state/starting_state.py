@@ -90,10 +90,15 @@ def make_state(
 def gradient_regions(
     layouts: Sequence[ChunkLayout], strategy: Strategy, num_devices: int
 ) -> tuple[int, ...]:
-    """Page-locked regions that hold the gradients of one step, bytes each."""
+    """Page-locked regions that hold what a step sends off the devices, bytes each.
+
+    Boundary activations, which have their places for good, then all gradients.
+    """
     by_host = strategy.gradient_route == "host_sum"
     copies, share = (num_devices, 1) if by_host else (1, num_devices)
-    requests = []
+    requests: list[float] = [strategy.host_boundary_bytes] * (
+        strategy.host_boundaries * strategy.num_microbatches * num_devices
+    )
     for layout in reversed(layouts):
         if not layout.resident:
             for part in layout.trained_parts:

@@ -33,14 +33,12 @@ class LeftByForward:
     """What forward leaves on the devices; backward takes it, chunk by chunk from the top.
 
     Attributes:
-      inputs: per chunk whose inputs are kept, in forward order, x per microbatch.
       kinds: of the layer chunks that run backward.
       trees: weights of layer chunks that stay: the last one's and those of kept chunks.
       residuals: of chunks that keep results, per microbatch what backward need not recompute.
       aux: per chunk of which a layer has an auxiliary loss, per microbatch their sums [G].
     """
 
-    inputs: list[list[jax.Array]]
     kinds: dict[int, ChunkKind]
     trees: dict[int, Any]
     residuals: dict[int, list[Any]]

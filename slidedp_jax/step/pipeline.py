@@ -24,6 +24,7 @@ from slidedp_jax.step.layer_functions import ChunkKind, LayerFns
 from slidedp_jax.step.programs import ComputePrograms
 from slidedp_jax.step.sliced_head import SlicedHead
 from slidedp_jax.tracer import Tracer
+from slidedp_jax.transfer.boundary_store import BoundaryStore
 from slidedp_jax.transfer.routes import SentSlices
 from slidedp_jax.transfer.weight_window import WeightSource
 
@@ -31,6 +32,11 @@ DeviceBatch = Mapping[str, jax.Array]
 
 GradientSink = Callable[[int, Sequence[jax.Array | SentSlices]], None]
 """Takes a chunk and its gradient as the devices send it (`routes.GradientPath.to_wire`)."""
+
+
+def lowest_trained(layouts: Sequence[ChunkLayout]) -> int:
+    """The lowest chunk of which anything is trained; nothing below runs backward."""
+    return next(number for number, layout in enumerate(layouts) if layout.trained_parts)
 
 
 class Pipeline:
@@ -42,6 +48,7 @@ class Pipeline:
       tied: whether the head reads the embedding's weights.
       indexed: whether layers read their index.
       programs: compiled programs.
+      boundaries: what passes between chunks, from forward to backward.
       sliced_head: the head in slices of the vocabulary; None: in one pass.
       prefetch_depth: chunks fetched ahead of the one in use.
       kept_chunks: top layer chunks whose weights and intermediate results stay on the device
@@ -59,6 +66,7 @@ class Pipeline:
         tied: bool,
         indexed: bool = False,
         programs: ComputePrograms,
+        boundaries: BoundaryStore,
         sliced_head: SlicedHead | None = None,
         prefetch_depth: int,
         kept_chunks: int = 0,
@@ -71,6 +79,7 @@ class Pipeline:
         self._tied = tied
         self._indexed = indexed
         self._programs = programs
+        self._boundaries = boundaries
         self._sliced_head = sliced_head
         self._holds_embed = tied and sliced_head is None
         self._depth = prefetch_depth
@@ -79,7 +88,7 @@ class Pipeline:
         self._tracer = tracer
         self._head = len(layouts) - 1
         self._whole_end = self._head + (1 if sliced_head is None else 0)
-        self._lowest = next(i for i, layout in enumerate(layouts) if layout.trained_parts)
+        self._lowest = lowest_trained(layouts)
         self._last_layers = max(1, self._lowest)
         self._kept = range(max(self._last_layers, self._head - kept_chunks), self._head)
         self._embed_reads_values: bool | None = None
@@ -104,7 +113,7 @@ class Pipeline:
         embed, left = self._forward(weights, microbatches, keep_from=self._lowest)
         aux = self._programs.totals(left.aux)
         squares: list[jax.Array | None] = [None] * len(self._layouts)
-        xs = left.inputs.pop()
+        xs = self._boundaries.take(self._head)
         if self._sliced_head is None:
             losses, dxs, sums = self._head_pass(weights, embed, xs, microbatches, scale)
             if self._tied:
@@ -122,7 +131,7 @@ class Pipeline:
             trees = left.trees.pop(chunk, None)
             if trees is None:
                 trees = weights.take(chunk)
-            self._prefetch(weights, self._fetched_below(chunk))
+            self._prefetch_below(weights, chunk)
             self._make_room()
             dxs, chunk_sums, packed = self._chunk_backward(
                 chunk, trees, left, dxs, microbatches, scale, above
@@ -166,12 +175,14 @@ class Pipeline:
         """Forward only, by the programs of a step; `StepOutputs.losses`."""
         embed, left = self._forward(weights, microbatches, keep_from=self._head)
         if self._sliced_head is not None:
-            losses = self._sliced_head.losses(weights, left.inputs.pop(), microbatches)
+            losses = self._sliced_head.losses(
+                weights, self._boundaries.take(self._head), microbatches
+            )
             return [*losses, *self._programs.totals(left.aux)]
         head = weights.take(self._head)[0]
         losses = [
             self._programs.loss(head, embed, x, batch)
-            for x, batch in zip(left.inputs.pop(), microbatches, strict=True)
+            for x, batch in zip(self._boundaries.take(self._head), microbatches, strict=True)
         ]
         jax.block_until_ready(losses)  # what is released next has been read
         weights.release(self._head)
@@ -238,14 +249,16 @@ class Pipeline:
             xs = [self._programs.embed(embed, batch) for batch in microbatches]
         if not self._holds_embed:
             embed = None
-        inputs = [xs] if keep_from <= 1 else []
-        left = LeftByForward(inputs=inputs, kinds={}, trees={}, residuals={}, aux=[])
+        self._boundaries.clear()
+        left = LeftByForward(kinds={}, trees={}, residuals={}, aux=[])
         trees = None
         for chunk in range(1, self._head):
             del trees
             trees = weights.take(chunk)
             self._prefetch(weights, range(chunk + 1, self._head + 1))
             previous = xs
+            if keep_from <= chunk:
+                self._boundaries.put(chunk, previous)  # a copy runs beside what comes next
             with self._tracer.span("compute", f"forward {self._layouts[chunk].name}"):
                 if chunk >= self._last_layers:
                     left.kinds[chunk] = self._kind(chunk, trees, previous[0], microbatches)
@@ -254,14 +267,13 @@ class Pipeline:
                 left.residuals.pop(chunk, None)
             elif chunk in self._kept:
                 left.trees[chunk] = trees
-            if keep_from <= chunk + 1:
-                left.inputs.append(xs)
             # Back-pressure: what gave this chunk's inputs is done, and with it the chunk below.
             jax.block_until_ready(previous)
             if chunk > 1 or not self._holds_embed:  # the head still reads a tied embedding
                 weights.release(chunk - 1)
             # An update may have been committed meanwhile; its copy can still run beside this chunk.
             self._prefetch(weights, range(chunk + 1, self._head + 1))
+        self._boundaries.put(self._head, xs)
         if keep_from == self._head:
             # No backward will mark the last chunk's end.
             jax.block_until_ready(xs)
@@ -335,7 +347,7 @@ class Pipeline:
     ) -> tuple[list[jax.Array], list[jax.Array], Any]:
         """Losses, gradients by the head's inputs, and sums of (head, embed) gradients."""
         head = weights.take(self._head)[0]
-        self._prefetch(weights, self._fetched_below(self._head - 1))
+        self._prefetch_below(weights, self._head)
         program = self._programs.head_backward(len(microbatches) > 1, self._lowest < self._head)
         self._make_room()
         losses, dxs, sums = [], [], None
@@ -365,7 +377,7 @@ class Pipeline:
                 microbatches,
                 scale,
                 needs_dx=self._lowest < self._head,
-                prefetch_below=lambda: self._prefetch(weights, self._fetched_below(self._head - 1)),
+                prefetch_below=lambda: self._prefetch_below(weights, self._head),
             )
         if outputs.wires is None:
             above = self._send_or_keep(self._head, outputs.sums, squares, sink, done=outputs.done)
@@ -391,7 +403,8 @@ class Pipeline:
         The last microbatch's program does the latter, so that the devices exchange the gradients of
         the chunk above while they compute, and what it gives marks the end of all.
         """
-        kind, xs, residuals = left.kinds[chunk], left.inputs.pop(), left.residuals.pop(chunk, None)
+        kind, residuals = left.kinds[chunk], left.residuals.pop(chunk, None)
+        xs = self._boundaries.take(chunk)
         out, sums, packed = [], None, None
         with self._tracer.span("compute", f"backward {self._layouts[chunk].name}"):
             for number, (x, dx, batch) in enumerate(zip(xs, dxs, microbatches, strict=True), 1):
@@ -484,6 +497,16 @@ class Pipeline:
         """
         with self._tracer.span("wait", "wait for gradients to leave"):
             self._await_room()
+
+    def _prefetch_below(self, weights: WeightSource, chunk: int) -> None:
+        """Before a chunk's backward: start the copies that shall run beside it.
+
+        The inputs of the chunk below, and the weights that are fetched next; the head's chunk finds
+        those of the last layers on the devices.
+        """
+        if chunk > self._last_layers:
+            self._boundaries.prefetch(chunk - 1)
+        self._prefetch(weights, self._fetched_below(min(chunk, self._head - 1)))
 
     def _prefetch(self, weights: WeightSource, order: Sequence[int]) -> None:
         """Start the next copies, as deep as allowed; stop at the first that would have to wait."""

@@ -120,11 +120,11 @@ def test_where_no_optimizer_helps_its_need_is_said(capsys):
 
 def test_fewer_rows_that_fit_the_devices_are_named(capsys):
     job = ["--preset", "qwen3-8b", "--hardware", "rtx4090", "--host_memory_gib", "500"]
-    assert main([*job, "--tokens_per_step", "131072"]) == 1
+    assert main([*job, "--tokens_per_step", "1048576"]) == 1
     error = capsys.readouterr().err
-    plan = planned(capsys, *job, "--tokens_per_step", str(16 * 4096))
+    plan = planned(capsys, *job, "--tokens_per_step", str(64 * 4096))
     need = plan["chosen"]["memory"]["device_bytes"] / 2**30
-    assert f"- a step of 16 rows of 4,096 tokens fits: {need:.2f} GiB of each device" in error
+    assert f"- a step of 64 rows of 4,096 tokens fits: {need:.2f} GiB of each device" in error
     assert main([*job, "--tokens_per_step", "131072", "--device_memory_gib", "6"]) == 1
     assert "- a step of 1 row of 4,096 tokens still needs " in capsys.readouterr().err
 

@@ -251,7 +251,7 @@ def test_state_on_the_devices_ends_the_wait_for_the_host_update():
         other.time.step_s <= on_host.chosen.time.step_s for other in resident.runners_up
     )
     # No room.
-    tight = plan(QWEN3_4B, batch, hardware, resident_state=True, device_budget_bytes=16 * GIB)
+    tight = plan(QWEN3_4B, batch, hardware, resident_state=True, device_budget_bytes=9 * GIB)
     assert tight.strategy.resident_chunks == 0
     two = plan(QWEN3_4B, batch, hardware.with_devices(2), resident_state=True)
     assert two.strategy.gradient_route == "reduce_scatter" and two.strategy.resident_chunks > 0

@@ -39,6 +39,8 @@ CHANGES = [
         "compute_dtype": "bfloat16",
     },
     {
+        "host_boundaries": 1,
+        "host_boundary_bytes": 4096,
         "layers_per_chunk": 2,
         "resident_chunks": 3,
         "num_host_devices": 4,
@@ -63,6 +65,8 @@ EXPECTED = {
     "prefetch_depth": lambda plan: 1 + plan.prefetch_depth,
     "kept_chunks": lambda plan: layer_chunks(plan) - max(1, plan.kept_chunks),
     "resident_chunks": lambda plan: layer_chunks(plan) + 2 - plan.resident_chunks,
+    "host_boundaries": lambda plan: plan.num_microbatches * plan.host_boundaries,
+    "host_boundary_bytes": lambda plan: plan.num_microbatches * plan.host_boundary_bytes * DEVICES,
     "loss_chunk_tokens": lambda plan: {plan.loss_chunk_tokens},
     "vocab_slices": lambda plan: plan.vocab_slices if plan.vocab_slices > 1 else 0,
     "slice_head_weights": lambda plan: 2 if plan.slice_head_weights else 0,
@@ -148,7 +152,8 @@ def seen(plan: Strategy):
         fetched = it.weights.bytes_fetched - fetched
         names, layouts = list(watch.names), {one.name: one for one in it.store.layouts}
         slices = [name for name in names if name.startswith("upload") and " slice " in name]
-        uploads = [n.split()[1] for n in names if n.startswith("upload") and n not in slices]
+        others = {*slices, *(name for name in names if " input of " in name)}
+        uploads = [n.split()[1] for n in names if n.startswith("upload") and n not in others]
         travelled = sum(
             plan.upload_bytes * layouts[name].padded_size
             for name in uploads
@@ -171,6 +176,8 @@ def seen(plan: Strategy):
             "prefetch_depth": sum(n.startswith("upload") for n in names[: names.index("embed")]),
             "kept_chunks": len(uploads) - len(layouts),
             "resident_chunks": len(gradients),
+            "host_boundaries": len(places := it._pipeline._boundaries._places.values()),
+            "host_boundary_bytes": sum(place.nbytes for place in places),
             "loss_chunk_tokens": loss_chunks,
             "vocab_slices": len({*slices}),
             "slice_head_weights": len(slices) / len({*slices}) if slices else 0,
