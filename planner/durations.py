@@ -90,11 +90,13 @@ def chunk_durations(
     )
     costs = _Costs(workload, chunks, batch, strategy, hardware, optimizer_state_bytes)
     first_kept = len(chunks.layers) - strategy.kept_chunks
+    first_attention = first_kept - strategy.attention_chunks
     resident = strategy.resident_chunks
     layers = [
         costs.layers(
             chunk,
             kept=index >= first_kept,
+            attention=first_attention <= index < first_kept,
             last=chunk is chunks.layers[-1],
             resident=index + 1 < resident,
         )
@@ -128,7 +130,7 @@ class _Costs:
         self._matmul_rate = hardware.matmul_flops_per_s(strategy.compute_dtype)
         slower = self._matmul_rate / hardware.bf16_matmul_flops_per_s
         self._attention_rate = hardware.attention_flops_per_s * min(1.0, slower)
-        self._by_kind: dict[tuple[int, bool, bool, bool], ChunkDurations] = {}
+        self._by_kind: dict[tuple[int, bool, bool, bool, bool], ChunkDurations] = {}
 
     def embedding(self, *, resident: bool) -> ChunkDurations:
         """Lookup forward, scatter-add backward."""
@@ -139,29 +141,41 @@ class _Costs:
         num = self._strategy.num_microbatches
         return self._durations(chunk, num * lookup_s, num * scatter_s, 0.0, resident=resident)
 
-    def layers(self, chunk: ChunkWork, *, kept: bool, last: bool, resident: bool) -> ChunkDurations:
+    def layers(
+        self, chunk: ChunkWork, *, kept: bool, attention: bool, last: bool, resident: bool
+    ) -> ChunkDurations:
         """All layers of a chunk; one that is kept recomputes only its element-wise programs.
 
-        The weights of the last chunk stay for its backward, which comes next, in any case.
+        One that keeps attention's results recomputes all else. The weights of the last chunk stay
+        for its backward, which comes next, in any case.
         """
-        key = chunk.kind, kept, last, resident
+        key = chunk.kind, kept, attention, last, resident
         if key not in self._by_kind:
             self._by_kind[key] = self._layers(
-                chunk, kept=kept, stays=kept or last, resident=resident
+                chunk, kept=kept, attention=attention, stays=kept or last, resident=resident
             )
         return self._by_kind[key]
 
     def _layers(
-        self, chunk: ChunkWork, *, kept: bool, stays: bool, resident: bool
+        self, chunk: ChunkWork, *, kept: bool, attention: bool, stays: bool, resident: bool
     ) -> ChunkDurations:
         forward_s = backward_s = forward_flops = backward_flops = 0.0
         for stage in chunk.stages:
             stage_forward_s, stage_backward_s, flops, stage_backward_flops = self._layer(stage)
             again_s = self._elementwise_s(stage.elementwise_elements * self._tokens)
             forward_s += stage_forward_s
-            backward_s += (again_s if kept else stage_forward_s) + stage_backward_s
+            again_flops = flops
+            if kept:
+                again_flops = 0.0
+            elif attention and stage.attention_elements:
+                attended = self._strategy.rows_per_microbatch * stage.attention_flops(self._batch)
+                again_s = stage_forward_s - attended / self._attention_rate
+                again_flops -= attended
+            else:
+                again_s = stage_forward_s
+            backward_s += again_s + stage_backward_s
             forward_flops += flops
-            backward_flops += (0.0 if kept else flops) + stage_backward_flops
+            backward_flops += again_flops + stage_backward_flops
         spared = 0.0
         if not kept:
             spared = matmul_forward_flops(self._tokens, chunk.stages[-1].last_matmul_parameters)

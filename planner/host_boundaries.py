@@ -80,4 +80,4 @@ def with_more_on_host(job: Job, strategy: Strategy) -> Iterator[Strategy]:
         count = round(share * num_chunks)
         option = with_host_boundaries(job.workload, job.batch, strategy, count)
         if count > strategy.host_boundaries and not job.limits(job.memory(option)):
-            yield option
+            yield replace(option, kept_chunks=0, attention_chunks=0)  # they may grow

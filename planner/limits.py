@@ -20,6 +20,7 @@ _ADVICE: Mapping[str, str] = {
     "boundary_activations": "use fewer tokens per step and device (fewer rows, or more devices)",
     "recompute_residuals": "use shorter sequences",
     "kept_chunks": "keep fewer chunks",
+    "kept_attention": "keep the attention of fewer chunks",
     "decided": "use fewer tokens per step and device (fewer rows, or more devices)",
     "resident_state": "leave the state of more chunks on the host",
     "resident_gradients": "leave the state of more chunks on the host",

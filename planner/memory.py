@@ -156,6 +156,7 @@ def _forward_phases(sizes: _Sizes) -> dict[str, dict[str, float]]:
             "boundary_activations": (inputs + 1) * sizes.boundary,
             "layer_workspace": sizes.per_microbatch("forward_workspace_elements"),
             **sizes.kept,
+            **sizes.attention,
             **sizes.decided(chunks.layers),
             "batch_arrays": sizes.batch_arrays,
         },
@@ -165,6 +166,7 @@ def _forward_phases(sizes: _Sizes) -> dict[str, dict[str, float]]:
             "boundary_activations": (inputs + 2) * sizes.boundary,
             **sizes.loss,
             **sizes.kept,
+            **sizes.attention,
             **sizes.decided(chunks.layers),
             "batch_arrays": sizes.batch_arrays,
         },
@@ -192,6 +194,7 @@ def _backward_phases(sizes: _Sizes) -> dict[str, dict[str, float]]:
             "layer_gradients": sizes.gradient(sizes.largest_layer) + leaving + summed,
             **tied_gradient,
             **sizes.kept,
+            **sizes.attention,
             **sizes.decided(chunks.layers),
             "batch_arrays": sizes.batch_arrays,
         },
@@ -201,6 +204,7 @@ def _backward_phases(sizes: _Sizes) -> dict[str, dict[str, float]]:
             "layer_gradients": sizes.packing(sizes.largest_layer) + layer_wire + leaving,
             **tied_gradient,
             **sizes.kept,
+            **sizes.attention,
             **sizes.decided(chunks.layers),
             "batch_arrays": sizes.batch_arrays,
         },
@@ -212,6 +216,7 @@ def _backward_phases(sizes: _Sizes) -> dict[str, dict[str, float]]:
             "layer_gradients": sizes.gradient(sizes.largest_layer) + layers_leaving + summed_layer,
             **tied_gradient,
             **sizes.kept_of_first,
+            **sizes.attention_of_first,
             **sizes.decided(chunks.layers[:1]),
             "batch_arrays": sizes.batch_arrays,
         },
@@ -327,6 +332,27 @@ class _Sizes:
             return {}
         kept = self.chunks.layers[-self._strategy.kept_chunks :]
         return {"kept_chunks": sum(map(self._kept, kept))}
+
+    @property
+    def attention(self) -> dict[str, float]:
+        """Attention's results of the chunks below those that keep them, all microbatches."""
+        end = len(self.chunks.layers) - self._strategy.kept_chunks
+        own = self.chunks.layers[max(0, end - self._strategy.attention_chunks) : max(0, end)]
+        return self._attention(own)
+
+    @property
+    def attention_of_first(self) -> dict[str, float]:
+        """Those of the first layer chunk."""
+        end = len(self.chunks.layers) - self._strategy.kept_chunks
+        reaches = 0 < end <= self._strategy.attention_chunks
+        return self._attention(self.chunks.layers[:1] if reaches else ())
+
+    def _attention(self, chunks: Sequence[ChunkWork]) -> dict[str, float]:
+        elements = sum(stage.attention_elements for chunk in chunks for stage in chunk.stages)
+        if not elements:
+            return {}
+        tokens = self._tokens * self._strategy.num_microbatches
+        return {"kept_attention": float(tokens * self._strategy.compute_bytes * elements)}
 
     @property
     def kept_of_first(self) -> dict[str, float]:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 from slidedp_jax.planner import sliced_head
 from slidedp_jax.planner.job import Alternative, Job
+from slidedp_jax.planner.kept_attention import attention_pays_first
 from slidedp_jax.planner.memory import MemoryUse
 from slidedp_jax.planner.strategy import Strategy
 
@@ -26,20 +28,37 @@ neighbours of the best."""
 def keeping_most(job: Job, strategy: Strategy, memory: MemoryUse) -> tuple[Strategy, MemoryUse]:
     """The strategy that recomputes the fewest chunks, and its memory, within the budgets.
 
+    Where rows are long, it first keeps attention's results of as many as possible.
+
     Args:
       job: with the budgets.
       strategy: one that fits.
       memory: what it takes.
     """
-    kept, most = 0, -(-len(job.workload.layers) // strategy.layers_per_chunk)
-    while kept < most:
-        middle = (kept + most + 1) // 2
-        tried = replace(strategy, kept_chunks=middle)
-        use = job.memory(tried)
-        if _leaves_some(job, use) and not job.limits(use):
-            kept, strategy, memory = middle, tried, use
-        else:
-            most = middle - 1
+    num_chunks = -(-len(job.workload.layers) // strategy.layers_per_chunk)
+
+    def most(found: Strategy, memory: MemoryUse, option: Callable[[int], Strategy]) -> Any:
+        least, most = 0, num_chunks
+        while least < most:
+            middle = (least + most + 1) // 2
+            tried = option(middle)
+            use = job.memory(tried)
+            if _leaves_some(job, use) and not job.limits(use):
+                least, found, memory = middle, tried, use
+            else:
+                most = middle - 1
+        return found, memory
+
+    attention = 0
+    if attention_pays_first(job, strategy):
+        strategy, memory = most(strategy, memory, lambda n: replace(strategy, attention_chunks=n))
+        attention = strategy.attention_chunks
+    base = strategy
+    strategy, memory = most(
+        base,
+        memory,
+        lambda n: replace(base, kept_chunks=n, attention_chunks=min(attention, num_chunks - n)),
+    )
     return strategy, memory
 
 
@@ -102,7 +121,7 @@ def _with_resident(
     job: Job, strategy: Strategy, resident: int, keep_activations: bool
 ) -> Strategy | None:
     """With that many resident chunks and what then fits of kept ones; None if it does not fit."""
-    option = replace(strategy, resident_chunks=resident, kept_chunks=0)
+    option = replace(strategy, resident_chunks=resident, kept_chunks=0, attention_chunks=0)
     memory = job.memory(option)
     more = resident > strategy.resident_chunks
     if job.limits(memory) or (more and not _leaves_some(job, memory)):

@@ -47,6 +47,8 @@ class Strategy:
       prefetch_depth: chunks whose upload may run ahead of compute.
       kept_chunks: top layer chunks whose weights and intermediate results stay on the device from
         forward to backward; the others are uploaded again and recomputed.
+      attention_chunks: layer chunks, the top ones below those, of which only attention's output and
+        statistics stay on the device from forward to backward.
       resident_chunks: lowest chunks, the embedding among them, whose training state stays on the
         devices, each with its share, and is updated there.
       host_boundaries: lowest layer chunks whose inputs wait in host memory from forward to
@@ -74,6 +76,7 @@ class Strategy:
     update_policy: UpdatePolicy = "deferred"
     prefetch_depth: int = 1
     kept_chunks: int = 0
+    attention_chunks: int = 0
     resident_chunks: int = 0
     host_boundaries: int = 0
     host_boundary_bytes: int = 0
@@ -179,7 +182,13 @@ _COUNTS = (
     "num_host_devices",
     "block_size",
 )
-_SHARES = ("kept_chunks", "resident_chunks", "host_boundaries", "host_boundary_bytes")
+_SHARES = (
+    "kept_chunks",
+    "attention_chunks",
+    "resident_chunks",
+    "host_boundaries",
+    "host_boundary_bytes",
+)
 _CHOICES: dict[str, tuple[str, ...]] = {
     "weight_route": WEIGHT_ROUTES,
     "gradient_route": GRADIENT_ROUTES,

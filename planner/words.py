@@ -20,6 +20,7 @@ CATEGORY_WORDS = {
     "logits": "of a part of the tokens at a time",
     "hidden_gradient": "of the last hidden states, added up over slices of the vocabulary",
     "kept_chunks": "layers whose results stay, so that they are not recomputed",
+    "kept_attention": "layers whose attention is not recomputed",
     "decided": "choices that must not be made twice",
     "resident_state": "layers whose weights and optimizer state stay on the GPU",
     "resident_gradients": "their gradients, waiting",

@@ -73,6 +73,8 @@ class StageWork:
       residual_elements: what the backward pass keeps of the recomputed forward pass.
       kept_elements: what a chunk that is not recomputed keeps from forward to backward; 0: as much
         as `residual_elements`.
+      attention_elements: attention's output and statistics, what a chunk keeps that recomputes
+        everything else; 0: nothing can be kept apart.
       decided_elements: what stays from forward to backward in any case, beside the above, because
         it must not be computed again (the choices of a router); an int32 is two bf16 elements.
       forward_workspace_elements: most that is live at once inside the forward pass.
@@ -91,6 +93,7 @@ class StageWork:
     window: int | None = None
     residual_elements: int = 0
     kept_elements: int = 0
+    attention_elements: int = 0
     decided_elements: int = 0
     forward_workspace_elements: int = 0
     backward_workspace_elements: int = 0
@@ -205,6 +208,7 @@ class Workload:
                 + hidden
                 + 2 * ffn
                 + 2 * config.num_attention_heads,
+                attention_elements=queries + 2 * config.num_attention_heads,
                 forward_workspace_elements=2 * hidden + max(3 * ffn, 2 * queries + 2 * keys),
                 backward_workspace_elements=2 * hidden + max(2 * ffn, 2 * queries + 2 * keys),
                 elementwise_elements=10 * hidden + 3 * ffn + 2 * before_norm,

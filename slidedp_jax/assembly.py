@@ -185,6 +185,7 @@ def _around(
         sliced_head=sliced_head,
         prefetch_depth=strategy.prefetch_depth,
         kept_chunks=strategy.kept_chunks,
+        attention_chunks=strategy.attention_chunks,
         sums_beside=gradients.sums_on_devices,
         make_room=gradients.make_room,
         tracer=tracer,

@@ -19,7 +19,7 @@ import jax
 from slidedp_jax.models.streamed import Cache, CachedFn, LayerOutput
 from slidedp_jax.state.layout import ChunkLayout
 from slidedp_jax.step.in_flight import InFlight, LeftByForward, StepOutputs
-from slidedp_jax.step.kept_programs import DECISIONS, EVERYTHING
+from slidedp_jax.step.kept_programs import DECISIONS, EVERYTHING, ONLY_ATTENTION
 from slidedp_jax.step.layer_functions import ChunkKind, LayerFns
 from slidedp_jax.step.programs import ComputePrograms
 from slidedp_jax.step.sliced_head import SlicedHead
@@ -53,6 +53,7 @@ class Pipeline:
       prefetch_depth: chunks fetched ahead of the one in use.
       kept_chunks: top layer chunks whose weights and intermediate results stay on the device
         between forward and backward.
+      attention_chunks: layer chunks below those of which attention's results stay.
       sums_beside: gradients are summed over the devices while the chunk below computes.
       make_room: waits until one gradient more may be on its way off the devices.
       tracer: takes note of what is issued.
@@ -70,6 +71,7 @@ class Pipeline:
         sliced_head: SlicedHead | None = None,
         prefetch_depth: int,
         kept_chunks: int = 0,
+        attention_chunks: int = 0,
         sums_beside: bool = False,
         make_room: Callable[[], None],
         tracer: Tracer,
@@ -91,6 +93,8 @@ class Pipeline:
         self._lowest = lowest_trained(layouts)
         self._last_layers = max(1, self._lowest)
         self._kept = range(max(self._last_layers, self._head - kept_chunks), self._head)
+        lowest_kept = max(self._last_layers, self._kept.start - attention_chunks)
+        self._attention_kept = range(lowest_kept, self._kept.start)
         self._embed_reads_values: bool | None = None
         self._layer_indices: dict[int, jax.Array] = {}
 
@@ -316,6 +320,8 @@ class Pipeline:
         layer_fns = self._layer_fns[chunk - 1]
         gives = self._programs.gives(layer_fns, trees, x, self._of_chunk(chunk, microbatches[0]))
         keeps = DECISIONS if gives.decided else frozenset()
+        if chunk in self._attention_kept:
+            keeps = ONLY_ATTENTION
         return ChunkKind(
             layer_fns=layer_fns,
             widen=len(microbatches) > 1,

@@ -17,6 +17,7 @@ from slidedp_jax import Trainer, UserError
 from slidedp_jax.models import decoder
 from slidedp_jax.planner.chunking import padded_size
 from slidedp_jax.planner.strategy import Strategy
+from slidedp_jax.step.kept_programs import ONLY_ATTENTION
 from slidedp_jax.tracer import Tracer
 
 LAYERS, DEVICES, TOKENS = 4, 2, 8
@@ -28,6 +29,7 @@ CHANGES = [
         "rows_per_microbatch": 2,
         "weight_route": "shard_all_gather",
         "kept_chunks": 2,
+        "attention_chunks": 1,
         "loss_chunk_tokens": 7,
         "block_size": 128,
     },
@@ -64,6 +66,7 @@ EXPECTED = {
     "update_policy": lambda plan: plan.update_policy == "eager",
     "prefetch_depth": lambda plan: 1 + plan.prefetch_depth,
     "kept_chunks": lambda plan: layer_chunks(plan) - max(1, plan.kept_chunks),
+    "attention_chunks": lambda plan: plan.num_microbatches * plan.attention_chunks,
     "resident_chunks": lambda plan: layer_chunks(plan) + 2 - plan.resident_chunks,
     "host_boundaries": lambda plan: plan.num_microbatches * plan.host_boundaries,
     "host_boundary_bytes": lambda plan: plan.num_microbatches * plan.host_boundary_bytes * DEVICES,
@@ -110,7 +113,7 @@ class Watch(Tracer):
 def seen(plan: Strategy):
     """Per field, what the second of two steps shows of it."""
     model = decoder.build(CONFIG)
-    loss_chunks, gradients, rows = set(), [], set()
+    loss_chunks, gradients, rows, kinds = set(), [], set(), []
 
     def head_loss_for(tokens):
         loss_chunks.add(tokens)
@@ -132,7 +135,11 @@ def seen(plan: Strategy):
     ) as it:
         it.step(most)
         it.wait()
-        run, send = it._pipeline.step, it._gradients.send
+        run, send, backward = it._pipeline.step, it._gradients.send, it._programs.backward
+
+        def noting_kind(kind, **options):
+            kinds.append(kind.keeps)
+            return backward(kind, **options)
 
         def noting_rows(weights, microbatches, *others):
             rows.update(batch["input_ids"].shape[0] for batch in microbatches)
@@ -145,10 +152,12 @@ def seen(plan: Strategy):
             return gradient
 
         it._pipeline.step, it._gradients.send = noting_rows, noting_gradient
+        it._programs.backward = noting_kind
         watch.begin()
         fetched = it.weights.bytes_fetched
         it.step(most)
         it.wait()
+        it._programs.backward = backward
         fetched = it.weights.bytes_fetched - fetched
         names, layouts = list(watch.names), {one.name: one for one in it.store.layouts}
         slices = [name for name in names if name.startswith("upload") and " slice " in name]
@@ -175,6 +184,7 @@ def seen(plan: Strategy):
             "update_policy": watch.updated_meanwhile,
             "prefetch_depth": sum(n.startswith("upload") for n in names[: names.index("embed")]),
             "kept_chunks": len(uploads) - len(layouts),
+            "attention_chunks": kinds.count(ONLY_ATTENTION),
             "resident_chunks": len(gradients),
             "host_boundaries": len(places := it._pipeline._boundaries._places.values()),
             "host_boundary_bytes": sum(place.nbytes for place in places),
