@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from slidedp_jax.models import cached_layers
 from slidedp_jax.models.attention import (
     IMPLEMENTATIONS,
     ComputeTarget,
+    attend,
     device_target,
     resolve_attention,
     row_layout,
@@ -28,15 +29,18 @@ from slidedp_jax.models.attention import (
 from slidedp_jax.models.config import ModelConfig
 from slidedp_jax.models.layers import DecoderLayer, Embedding, Head
 from slidedp_jax.models.loss import cross_entropy_sum, project_to_vocab
+from slidedp_jax.models.rope import rotary_tables
 from slidedp_jax.models.streamed import (
     Batch,
     Cache,
     CachedForm,
+    LayerFn,
     Params,
     Stage,
     StreamedModel,
     VocabularyForm,
 )
+from slidedp_jax.models.token_blocks import Arrays, in_blocks
 
 LOSS_CHUNK_TOKENS = 1024
 """Tokens whose logits exist at one time in the loss, where no strategy says."""
@@ -91,6 +95,7 @@ def build(
         head=Stage(name="", shapes=head.shapes),
         embed_fn=lambda params, batch: embedding.merge(params)(batch["input_ids"]),
         layer_fns=tuple(layer_fns[window] for window in config.layer_windows),
+        layer_fns_for=partial(_layer_fns_in_blocks, layer, config, attention, target),
         head_loss_fn=head_loss_for(LOSS_CHUNK_TOKENS),
         head_loss_for=head_loss_for,
         head_logits_fn=partial(_head_logits, head),
@@ -168,6 +173,69 @@ def _apply_layer(
     return layer.merge(params)(x, batch, window=window, attention=kernel)
 
 
+def _layer_fns_in_blocks(
+    layer: _Abstract[DecoderLayer],
+    config: ModelConfig,
+    attention: str,
+    target: ComputeTarget | None,
+    block_tokens: int,
+) -> tuple[LayerFn, ...]:
+    made = {
+        window: partial(
+            _apply_layer_in_blocks, layer, config, attention, target, window, block_tokens
+        )
+        for window in set(config.layer_windows)
+    }
+    return tuple(made[window] for window in config.layer_windows)
+
+
+def _apply_layer_in_blocks(
+    layer: _Abstract[DecoderLayer],
+    config: ModelConfig,
+    attention: str,
+    target: ComputeTarget | None,
+    window: int | None,
+    block_tokens: int,
+    params: Params,
+    x: jax.Array,
+    batch: Batch,
+) -> jax.Array:
+    """`_apply_layer`, in blocks of tokens but for attention itself."""
+    kernel = _attention_kernel(config, attention, target, x, batch)
+    before, after = _around_attention(params)
+
+    def project(own: Params, arrays: Arrays, tables: Arrays) -> Arrays:
+        module = layer.merge(_filled(layer.shapes, own))
+        return module.self_attn.project(module.input_layernorm(arrays[0]), *tables)
+
+    def finish(own: Params, arrays: Arrays, _: Arrays) -> Arrays:
+        module = layer.merge(_filled(layer.shapes, own))
+        residual, attended = arrays
+        return (module.feed_forward(residual + module.self_attn.merge_heads(attended)),)
+
+    tables = rotary_tables(config, batch["positions"], batch.get("segment_ids"))
+    q, k, v = in_blocks(project, block_tokens, before, (x,), tables)
+    attended = attend(q, k, v, batch, window=window, implementation=kernel)
+    (y,) = in_blocks(finish, block_tokens, after, (x, attended))
+    return y
+
+
+def _around_attention(params: Params) -> tuple[Params, Params]:
+    """Parameters read before attention and after it, None in place of the others."""
+
+    def pick(wanted: bool) -> Params:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: leaf if _is_after_attention(path) == wanted else None, params
+        )
+
+    return pick(False), pick(True)
+
+
+def _is_after_attention(path: Sequence[Any]) -> bool:
+    name = jax.tree_util.keystr(tuple(path), simple=True, separator=".")
+    return name.startswith(("self_attn.o_proj.", "post_attention_layernorm.", "mlp."))
+
+
 def _prefill_layer(
     layer: _Abstract[DecoderLayer],
     config: ModelConfig,
@@ -230,13 +298,17 @@ def _head_loss(
 
 def _head_hidden(head: _Abstract[Head], params: Params, x: jax.Array) -> jax.Array:
     """The final norm; the projection, which it does not read, may be None."""
-    filled = jax.tree.map(
-        lambda _, own: jnp.zeros((), x.dtype) if own is None else own,
-        head.shapes,
+    return head.merge(_filled(head.shapes, params)).normalise(x)
+
+
+def _filled(shapes: Params, params: Params) -> Params:
+    """Something in place of parameters that are None, which nobody reads."""
+    return jax.tree.map(
+        lambda _, own: jnp.zeros(()) if own is None else own,
+        shapes,
         params,
         is_leaf=lambda leaf: leaf is None,
     )
-    return head.merge(filled).normalise(x)
 
 
 def _head_logits(

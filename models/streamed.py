@@ -148,6 +148,8 @@ class StreamedModel:
         (`models.named_results`).
       head_loss_fn: the sum of the losses of the supervised tokens. Embed params are given when
         `tied` is true.
+      layer_fns_for: (block_tokens) -> the same layers that compute what treats each token by itself
+        so many tokens of a row at a time; None: they cannot.
       head_logits_fn: (head params, embed params or None, x) -> float32 logits [B, T, V].
       tied: the head also reads the embedding's parameters.
       vocab_size: number of token ids that the embedding accepts.
@@ -179,6 +181,7 @@ class StreamedModel:
     vocab_size: int
     initial_value: Callable[[str, tuple[int, ...], int], np.ndarray]
     head_loss_for: Callable[[int], HeadLossFn] | None = None
+    layer_fns_for: Callable[[int], tuple[LayerFn, ...]] | None = None
     vocabulary: VocabularyForm | None = None
     cached: CachedForm | None = None
     random: bool = False

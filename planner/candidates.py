@@ -27,6 +27,10 @@ LOSS_CHUNKS_TOKENS = (4096, 2048, 1024, 512, 256)
 """Tried from the largest: larger ones sum the projection's gradient fewer times. Beyond 4096 tokens
 that is below 0.3 % of a step, for gigabytes of logits."""
 
+LAYER_BLOCK_TOKENS, LONG_ROW_TOKENS = 8192, 32768
+"""Tokens for which a layer computes at a time, and of rows for which that is tried: products of
+8192 tokens are as fast as any, and shorter rows fit without."""
+
 MAX_BLOCK_SIZE = 4096
 """Elements; two arrays of state stay in a core's cache. Measured best on large models."""
 MIN_BLOCK_SIZE = 64
@@ -126,13 +130,24 @@ def candidates(
                             prefetch_depth=depth,
                         )
                         tokens = rows * batch.seq_length
+                        blocks = _layer_blocks(workload, batch)
                         chosen = _chosen(choices.loss_chunk_tokens, LOSS_CHUNKS_TOKENS)
                         sizes = {workload.loss_tokens(size, tokens) for size in chosen}
-                        yield _heads(workload, strategy, sizes, num_devices)
+                        for block in blocks:
+                            in_blocks = replace(strategy, layer_block_tokens=block)
+                            yield _heads(workload, in_blocks, sizes, num_devices)
 
 
 def _chosen(choice: _T | None, options: tuple[_T, ...]) -> tuple[_T, ...]:
     return options if choice is None else (choice,)
+
+
+def _layer_blocks(workload: Workload, batch: BatchShape) -> tuple[int, ...]:
+    """Whole rows, and where they are long, blocks of their tokens."""
+    possible = all(stage.row_elements for stage in workload.layers)
+    if not possible or batch.seq_length < LONG_ROW_TOKENS:
+        return (0,)
+    return (0, LAYER_BLOCK_TOKENS)
 
 
 def _heads(

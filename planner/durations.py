@@ -173,6 +173,10 @@ class _Costs:
                 again_flops -= attended
             else:
                 again_s = stage_forward_s
+            if self._strategy.layer_block_tokens:
+                twice = matmul_forward_flops(self._tokens, stage.before_attention_parameters)
+                again_s += twice / self._matmul_rate
+                again_flops += twice
             backward_s += again_s + stage_backward_s
             forward_flops += flops
             backward_flops += again_flops + stage_backward_flops

@@ -14,7 +14,7 @@ from slidedp_jax.planner.job import Job
 from slidedp_jax.planner.strategy import Strategy
 from slidedp_jax.planner.workload import BatchShape, Workload
 
-SHARES_TRIED = (0.125, 0.25, 0.5, 0.75, 1.0)
+SHARES_TRIED = (0.25, 0.5, 1.0)
 """Of the layer chunks, how many send their inputs to the host where the devices could hold them."""
 
 LARGE_BOUNDARIES = 0.1

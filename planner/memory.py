@@ -17,7 +17,7 @@ from slidedp_jax.planner.chunking import Chunks, ChunkWork, chunk_stages
 from slidedp_jax.planner.hardware import HardwareProfile
 from slidedp_jax.planner.pinned_pool import pool_regions
 from slidedp_jax.planner.strategy import GRADIENTS_IN_FLIGHT, SLOTS_BESIDE_PREFETCH, Strategy
-from slidedp_jax.planner.workload import BatchShape, Workload
+from slidedp_jax.planner.workload import BatchShape, StageWork, Workload
 
 ADAMW_STATE_BYTES = 8
 """Optimizer state per parameter of AdamW with fp32 moments."""
@@ -265,6 +265,8 @@ class _Sizes:
         self.tied = workload.tied
         self._workload = workload
         self._tokens = strategy.rows_per_microbatch * batch.seq_length
+        block = strategy.layer_block_tokens or batch.seq_length
+        self._tokens_at_once = strategy.rows_per_microbatch * min(block, batch.seq_length)
         self.largest_layer = max(chunks.layers, key=lambda chunk: chunk.padded_parameters)
         tokens_on_device = self._tokens * strategy.num_microbatches
         self.batch_arrays = 4.0 * BATCH_ARRAYS * tokens_on_device
@@ -311,11 +313,14 @@ class _Sizes:
         return self.packing(chunk) if self._scatters and self._num_devices > 1 else 0.0
 
     def per_microbatch(self, attribute: str) -> float:
-        """The largest layer's elements of one kind for the tokens of one microbatch."""
+        """The largest layer's elements of one kind for the tokens of one microbatch.
+
+        Or, where it runs in blocks of tokens, for those of one block.
+        """
         largest = max(
             getattr(stage, attribute) for chunk in self.chunks.layers for stage in chunk.stages
         )
-        return float(self._tokens * self._strategy.compute_bytes * largest)
+        return float(self._tokens_at_once * self._strategy.compute_bytes * largest)
 
     @property
     def residuals(self) -> float:
@@ -323,7 +328,26 @@ class _Sizes:
         largest = max(
             sum(stage.residual_elements for stage in chunk.stages) for chunk in self.chunks.layers
         )
-        return float(self._tokens * self._strategy.compute_bytes * largest)
+        elements = float(self._tokens_at_once * largest)
+        if self._strategy.layer_block_tokens:  # of the other layers of a chunk, their inputs
+            elements = self._in_blocks()
+        return self._strategy.compute_bytes * elements
+
+    def _in_blocks(self) -> float:
+        """Elements of one block, and of whole rows: attention, and inputs of the layers above."""
+        hidden = self._workload.hidden_size
+
+        def waiting(stage: StageWork) -> float:
+            projected = stage.before_attention_parameters / hidden  # q, k and v
+            return projected + stage.attention_elements + hidden
+
+        block = max(stage.residual_elements for c in self.chunks.layers for stage in c.stages)
+        rows = max(
+            max(stage.row_elements for stage in chunk.stages)
+            + sum(waiting(stage) for stage in chunk.stages[1:])
+            for chunk in self.chunks.layers
+        )
+        return self._tokens_at_once * block + self._tokens * rows
 
     @property
     def kept(self) -> dict[str, float]:

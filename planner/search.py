@@ -31,6 +31,9 @@ NUM_REJECTED = 4
 NEARLY = 1.01
 """Times that are as good as the best, where another reason decides."""
 
+AS_GOOD = 1.002
+"""The same where that reason is host memory, which costs nothing if it is there."""
+
 SMALL_LOSS_CHUNK_TOKENS, LARGE_LOGITS = 1024, 0.1
 """A loss chunk that is small, and from which share of a device's memory on logits are large."""
 
@@ -261,9 +264,10 @@ def _with_spare_memory(
         if one.strategy.gradient_route == "reduce_scatter":
             kinds[one.strategy] = one.strategy
     tried = list(dict.fromkeys(kinds.values()))
-    for one in ranked[:NUM_REFINED]:
-        if one.strategy in kinds:
-            tried += with_more_on_host(job, one.strategy)
+    bases = [one.strategy for one in ranked[:NUM_REFINED] if one.strategy in kinds]
+    bases += sorted(tried, key=lambda strategy: strategy.layers_per_chunk)[:1]
+    for strategy in dict.fromkeys(bases):
+        tried += with_more_on_host(job, strategy)
     if loss_chunk_tokens is not None:
         tried += [
             replace(strategy, loss_chunk_tokens=loss_chunk_tokens)
@@ -278,12 +282,17 @@ def _with_spare_memory(
     ranked = sorted(found.values(), key=_by_time)
     # Programs of many layers take long to compile, boundaries take host memory: not for nothing.
     good = [one for one in ranked if one.time.step_s <= NEARLY * ranked[0].time.step_s]
-    best = min(good, key=lambda one: (*_price(one.strategy), *_by_time(one)))
+    fewest = min(one.strategy.layers_per_chunk for one in good)
+    good = [one for one in good if one.strategy.layers_per_chunk == fewest]
+    equal = [one for one in good if one.time.step_s <= AS_GOOD * good[0].time.step_s]
+    best = min(equal, key=lambda one: (_boundaries(one.strategy), *_by_time(one)))
     return [best, *(one for one in ranked if one is not best)]
 
 
-def _price(strategy: Strategy) -> tuple[int, int]:
-    return strategy.layers_per_chunk, strategy.host_boundaries * strategy.num_microbatches
+def _boundaries(strategy: Strategy) -> int:
+    """Bytes of them in host memory, per device."""
+    each = strategy.host_boundaries * strategy.host_boundary_bytes
+    return each * strategy.num_microbatches
 
 
 def _share_of_logits(memory: MemoryUse) -> float:

@@ -53,6 +53,8 @@ def keeping_most(job: Job, strategy: Strategy, memory: MemoryUse) -> tuple[Strat
     if attention_pays_first(job, strategy):
         strategy, memory = most(strategy, memory, lambda n: replace(strategy, attention_chunks=n))
         attention = strategy.attention_chunks
+    if strategy.layer_block_tokens:  # what is computed in blocks is not kept
+        return strategy, memory
     base = strategy
     strategy, memory = most(
         base,

@@ -55,6 +55,8 @@ class Strategy:
         backward; those of the others wait on the devices.
       host_boundary_bytes: of one device's input for one microbatch, for which page-locked memory is
         made: steps of longer rows are refused.
+      layer_block_tokens: tokens of a row for which a layer computes norms, projections and MLP at a
+        time, forward and backward; 0: of whole rows.
       loss_chunk_tokens: tokens whose logits exist at once. A model whose loss decides that by
         itself goes its own way; in plans for it, this is what it does.
       vocab_slices: slices of the vocabulary in which the head's logits and gradients are made, in
@@ -80,6 +82,7 @@ class Strategy:
     resident_chunks: int = 0
     host_boundaries: int = 0
     host_boundary_bytes: int = 0
+    layer_block_tokens: int = 0
     loss_chunk_tokens: int = 1024
     vocab_slices: int = 1
     slice_head_weights: bool = False
@@ -188,6 +191,7 @@ _SHARES = (
     "resident_chunks",
     "host_boundaries",
     "host_boundary_bytes",
+    "layer_block_tokens",
 )
 _CHOICES: dict[str, tuple[str, ...]] = {
     "weight_route": WEIGHT_ROUTES,

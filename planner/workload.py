@@ -77,6 +77,10 @@ class StageWork:
         everything else; 0: nothing can be kept apart.
       decided_elements: what stays from forward to backward in any case, beside the above, because
         it must not be computed again (the choices of a router); an int32 is two bf16 elements.
+      row_elements: what of whole rows is live at once in backward where the rest is computed in
+        blocks of tokens: inputs and results of attention and their gradients; 0: it cannot be.
+      before_attention_parameters: weights of the products before attention, which blocks compute
+        once more.
       forward_workspace_elements: most that is live at once inside the forward pass.
       backward_workspace_elements: most that is live at once inside the backward pass, beside the
         residuals.
@@ -95,6 +99,8 @@ class StageWork:
     kept_elements: int = 0
     attention_elements: int = 0
     decided_elements: int = 0
+    row_elements: int = 0
+    before_attention_parameters: int = 0
     forward_workspace_elements: int = 0
     backward_workspace_elements: int = 0
     elementwise_elements: int = 0
@@ -209,6 +215,9 @@ class Workload:
                 + 2 * ffn
                 + 2 * config.num_attention_heads,
                 attention_elements=queries + 2 * config.num_attention_heads,
+                # q, k, v, the output and their gradients, cuDNN's own of q in fp32, one of x.
+                row_elements=6 * queries + 4 * keys + hidden,
+                before_attention_parameters=hidden * (queries + 2 * keys),
                 forward_workspace_elements=2 * hidden + max(3 * ffn, 2 * queries + 2 * keys),
                 backward_workspace_elements=2 * hidden + max(2 * ffn, 2 * queries + 2 * keys),
                 elementwise_elements=10 * hidden + 3 * ffn + 2 * before_norm,

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from slidedp_jax.errors import UserError
-from slidedp_jax.models.streamed import StreamedModel
+from slidedp_jax.models.streamed import LayerFn, StreamedModel
 from slidedp_jax.planner.chunking import LARGEST_PIECE
 from slidedp_jax.planner.strategy import Strategy
 from slidedp_jax.state.freezing import frozen_names
@@ -67,12 +67,13 @@ def chunks_of(
             kinds={parameter: kinds.get(parameter, FROZEN) for parameter in names},
         )
 
+    fns = _layer_fns(model, strategy)
     layouts = [layout("embed", [model.embed])]
     layer_fns = []
     for first in range(0, len(model.layers), strategy.layers_per_chunk):
         last = min(first + strategy.layers_per_chunk, len(model.layers))
         layouts.append(layout(f"layers.{first}-{last - 1}", model.layers[first:last]))
-        layer_fns.append(tuple(model.layer_fns[first:last]))
+        layer_fns.append(tuple(fns[first:last]))
     layouts.append(layout("head", [model.head]))
     if not any(part.trained_parts for part in layouts):
         raise UserError("the optimizer changes no parameter (set_to_zero for all); train some")
@@ -82,6 +83,17 @@ def chunks_of(
     _check_no_slices(layouts[:resident], projection)
     layouts[:resident] = [replace(chunk, resident=True) for chunk in layouts[:resident]]
     return layouts, layer_fns
+
+
+def _layer_fns(model: StreamedModel, strategy: Strategy) -> tuple[LayerFn, ...]:
+    if not strategy.layer_block_tokens:
+        return model.layer_fns
+    if model.layer_fns_for is None:
+        raise UserError(
+            f"the strategy runs layers in blocks of {strategy.layer_block_tokens} tokens, which "
+            "those of this model cannot; plan with layer_block_tokens=0"
+        )
+    return model.layer_fns_for(strategy.layer_block_tokens)
 
 
 def _check_slices(model: StreamedModel, strategy: Strategy) -> str:

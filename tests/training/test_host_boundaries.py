@@ -98,6 +98,27 @@ def test_it_is_the_step_of_plain_optax():
     assert_close_to_plain_adam(run(count=LAYERS), plain, learning_rate=RATE)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"vocab_slices": 4, "attention_chunks": 2, "layers_per_chunk": 2},
+        pytest.param(
+            {"tied": True, "devices": 2, "attention_chunks": LAYERS, "vocab_slices": 2},
+            marks=pytest.mark.thorough,
+        ),
+    ],
+    ids=str,
+)
+def test_all_that_long_rows_need_at_once_equals_plain_optax(case):
+    """Blocks of tokens, attention that stays, boundaries on the host, a head in slices."""
+    tied = case.get("tied", False)
+    config = small_config(tied=tied, layers=LAYERS)
+    optimizer = optax.chain(optax.clip_by_global_norm(CLIP), OPTIMIZER)
+    plain = train_plainly(config, initial_parameters(config), optimizer, batches(config))
+    long = run(count=2, layer_block_tokens=5, **case)
+    assert_close_to_plain_adam(long, plain, learning_rate=RATE)
+
+
 class Watch(Tracer):
     """Names of what is issued."""
 

@@ -30,6 +30,7 @@ CHANGES = [
         "weight_route": "shard_all_gather",
         "kept_chunks": 2,
         "attention_chunks": 1,
+        "layer_block_tokens": 5,
         "loss_chunk_tokens": 7,
         "block_size": 128,
     },
@@ -70,6 +71,7 @@ EXPECTED = {
     "resident_chunks": lambda plan: layer_chunks(plan) + 2 - plan.resident_chunks,
     "host_boundaries": lambda plan: plan.num_microbatches * plan.host_boundaries,
     "host_boundary_bytes": lambda plan: plan.num_microbatches * plan.host_boundary_bytes * DEVICES,
+    "layer_block_tokens": lambda plan: {plan.layer_block_tokens} - {0},
     "loss_chunk_tokens": lambda plan: {plan.loss_chunk_tokens},
     "vocab_slices": lambda plan: plan.vocab_slices if plan.vocab_slices > 1 else 0,
     "slice_head_weights": lambda plan: 2 if plan.slice_head_weights else 0,
@@ -113,11 +115,15 @@ class Watch(Tracer):
 def seen(plan: Strategy):
     """Per field, what the second of two steps shows of it."""
     model = decoder.build(CONFIG)
-    loss_chunks, gradients, rows, kinds = set(), [], set(), []
+    loss_chunks, gradients, rows, kinds, layer_blocks = set(), [], set(), [], set()
 
     def head_loss_for(tokens):
         loss_chunks.add(tokens)
         return model.head_loss_for(tokens)
+
+    def layer_fns_for(tokens):
+        layer_blocks.add(tokens)
+        return model.layer_fns_for(tokens)
 
     watch = Watch(patience_s=30.0 if plan.update_policy == "eager" else 0.2)
     batches = {
@@ -125,7 +131,7 @@ def seen(plan: Strategy):
     }
     most = batches[DEVICES * plan.rows_per_microbatch * plan.num_microbatches]
     with Trainer(
-        dataclasses.replace(model, head_loss_for=head_loss_for),
+        dataclasses.replace(model, head_loss_for=head_loss_for, layer_fns_for=layer_fns_for),
         optax.adamw(1e-3),
         strategy=plan,
         num_devices=DEVICES,
@@ -188,6 +194,7 @@ def seen(plan: Strategy):
             "resident_chunks": len(gradients),
             "host_boundaries": len(places := it._pipeline._boundaries._places.values()),
             "host_boundary_bytes": sum(place.nbytes for place in places),
+            "layer_block_tokens": layer_blocks,
             "loss_chunk_tokens": loss_chunks,
             "vocab_slices": len({*slices}),
             "slice_head_weights": len(slices) / len({*slices}) if slices else 0,
