@@ -26,7 +26,8 @@ from slidedp_jax.state.weight_rounding import WeightRounding
 from slidedp_jax.step.layer_functions import LayerFns
 from slidedp_jax.step.pipeline import Pipeline, lowest_trained
 from slidedp_jax.step.programs import ComputePrograms
-from slidedp_jax.step.sliced_head import SlicedHead, SlicedHeadPrograms
+from slidedp_jax.step.sliced_head import SlicedHead
+from slidedp_jax.step.sliced_head_programs import SlicedHeadPrograms
 from slidedp_jax.tracer import Tracer
 from slidedp_jax.transfer.boundary_store import BoundaryStore
 from slidedp_jax.transfer.device_map import DeviceMap

@@ -76,6 +76,7 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int, stop: S
     from slidedp_jax.run.batch_size import batch_notes, with_batch_size
     from slidedp_jax.run.changes import data_may_change
     from slidedp_jax.run.checks import (
+        attention_notes,
         check_attention,
         load_inputs,
         make_plan,
@@ -105,7 +106,7 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int, stop: S
     if other_data and strategy is not None and args.plan_from is None:
         strategy, plan_notes = None, ["planned anew for other data: the last bits may change"]
     check_attention(args, inputs)
-    notes += [*setting_notes(inputs, args), *plan_notes]
+    notes += [*setting_notes(inputs, args), *attention_notes(inputs, args), *plan_notes]
     if args.optim in WHOLE_PARAMETER_OPTIMIZERS:
         notes.append(
             f"{args.optim} updates whole matrices on the host; steps take longer than that"

@@ -111,7 +111,9 @@ class BoundaryStore:
 
     def _back(self, copy: jax.Array, tokens: int) -> jax.Array:
         """On the devices, as it was put."""
-        sharding = NamedSharding(self._on_devices.mesh, ROWS)
+        # The spec that it has: a copy that also changes that is no plain copy.
+        assert isinstance(copy.sharding, NamedSharding)
+        sharding = NamedSharding(copy.sharding.mesh, copy.sharding.spec)
         x: jax.Array = jax.device_put(copy, sharding)
         return x if tokens == x.shape[1] else self._resize(tokens)(x)
 
