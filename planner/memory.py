@@ -25,11 +25,14 @@ ADAMW_STATE_BYTES = 8
 MASTER_BYTES = 4
 """The fp32 master as two halves of two bytes."""
 
-FRAGMENTATION = 0.05
-"""Share of the live arrays that the device allocator loses to holes."""
+FRAGMENTATION = 0.01
+"""Share of the live arrays that the allocator may lose to holes, or that is not in the list."""
 
-LOGITS_COPIES = 3
-"""fp32 arrays [loss chunk, V] alive at once: logits, their exponentials, their gradient."""
+LOGITS_COPIES = 1
+"""fp32 arrays [loss chunk, V] alive at once: what is made of the logits takes their place."""
+
+OWN_LOGITS_COPIES = 3
+"""The same of a loss of the user's own: logits, their exponentials, their gradient."""
 
 PACKED_ATTENTION_ARRAYS = 2
 """fp32 arrays [rows * documents, T, N, H] of cuDNN's backward over packed rows (measured)."""
@@ -92,8 +95,9 @@ def memory_use(
     phases = device_phases(workload, chunks, batch, strategy, hardware.num_devices)
     packed = packed_attention_bytes(workload, batch, strategy)
     if packed and not hardware.unified_memory:  # the CPU backend does not use cuDNN
-        for name in ("backward", "first_backward"):
-            phases[name]["packed_attention"] = packed
+        for name in {"backward", "recompute", "first_backward"} & {*phases}:
+            # Attention's turn is not that of the products around it.
+            phases[name]["packed_attention"] = max(0.0, packed - phases[name]["layer_workspace"])
     phase = max(phases, key=lambda name: sum(phases[name].values()))
     device = dict(phases[phase])
     device["allocator_fragmentation"] = FRAGMENTATION * sum(device.values())
@@ -122,6 +126,7 @@ def device_phases(
     - `loss`: logits and the head's gradient, the layer window still there.
     - `backward`: the last layer chunk runs backward; nothing has been freed yet, and several
       devices sum the head's gradient (in general, that of the chunk above) meanwhile.
+    - `recompute`: the same of the first chunk below those that are kept.
     - `pack`: that chunk's gradient is packed, summed over devices in fp32 and rounded.
     - `first_backward`: the first layer chunk runs backward, beside gradients of resident chunks.
     - `embedding_backward`: the embedding's gradient (always fp32), the other gradients leaving.
@@ -185,11 +190,11 @@ def _backward_phases(sizes: _Sizes) -> dict[str, dict[str, float]]:
     summed_layer = sizes.summed_beside(sizes.largest_layer)
     head_travels_alone = sizes.tied or sizes.slices_head
     summed = max(summed_layer, 0.0 if head_travels_alone else sizes.summed_beside(chunks.head))
-    return {
+    phases = {
         "backward": {
             "layer_weights": sizes.window,
             "boundary_activations": (inputs + 1) * sizes.boundary + sizes.boundary_microbatch,
-            "recompute_residuals": sizes.residuals,
+            "recompute_residuals": sizes.residuals_of(chunks.layers[-1]),
             "layer_workspace": sizes.per_microbatch("backward_workspace_elements"),
             "layer_gradients": sizes.gradient(sizes.largest_layer) + leaving + summed,
             **tied_gradient,
@@ -211,7 +216,7 @@ def _backward_phases(sizes: _Sizes) -> dict[str, dict[str, float]]:
         "first_backward": {
             "layer_weights": sizes.window,
             "boundary_activations": 2 * sizes.boundary + sizes.boundary_microbatch,
-            "recompute_residuals": sizes.residuals,
+            "recompute_residuals": sizes.residuals_of(chunks.layers[0]),
             "layer_workspace": sizes.per_microbatch("backward_workspace_elements"),
             "layer_gradients": sizes.gradient(sizes.largest_layer) + layers_leaving + summed_layer,
             **tied_gradient,
@@ -229,6 +234,21 @@ def _backward_phases(sizes: _Sizes) -> dict[str, dict[str, float]]:
             "batch_arrays": sizes.batch_arrays,
         },
     }
+    below = len(chunks.layers) - sizes.num_kept
+    if sizes.num_kept and below:
+        phases["recompute"] = {
+            "layer_weights": sizes.window,
+            "boundary_activations": (sizes.inputs_below(below) + 1) * sizes.boundary
+            + sizes.boundary_microbatch,
+            "recompute_residuals": sizes.residuals_of(chunks.layers[below - 1]),
+            "layer_workspace": sizes.per_microbatch("backward_workspace_elements"),
+            "layer_gradients": sizes.gradient(sizes.largest_layer) + layers_leaving + summed_layer,
+            **tied_gradient,
+            **sizes.attention,
+            **sizes.decided(chunks.layers[:below]),
+            "batch_arrays": sizes.batch_arrays,
+        }
+    return phases
 
 
 def packed_attention_bytes(workload: Workload, batch: BatchShape, strategy: Strategy) -> float:
@@ -277,9 +297,13 @@ class _Sizes:
         arriving = strategy.upload_bytes * float(self.largest_layer.padded_parameters)
         if self._gathers:
             arriving /= num_devices
-        self.inputs = strategy.boundaries_on_device(len(chunks.layers))
+        self.inputs = self.inputs_below(len(chunks.layers))
         self.prefetched = strategy.prefetch_depth * arriving
         self.window = self.prefetched + SLOTS_BESIDE_PREFETCH * self.weights(self.largest_layer)
+
+    def inputs_below(self, num_chunks: int) -> int:
+        """Inputs of so many of the lowest layer chunks that are on a device."""
+        return self._strategy.boundaries_on_device(num_chunks)
 
     def weights(self, chunk: ChunkWork) -> float:
         """Weights of a chunk in the compute dtype."""
@@ -323,11 +347,18 @@ class _Sizes:
         return float(self._tokens_at_once * self._strategy.compute_bytes * largest)
 
     @property
-    def residuals(self) -> float:
-        """What the backward pass of one chunk keeps for one microbatch."""
+    def num_kept(self) -> int:
+        """Layer chunks whose results are kept."""
+        return min(self._strategy.kept_chunks, len(self.chunks.layers))
+
+    def residuals_of(self, chunk: ChunkWork) -> float:
+        """What backward of a chunk makes anew of a microbatch; of a kept one, what is not kept."""
         largest = max(
             sum(stage.residual_elements for stage in chunk.stages) for chunk in self.chunks.layers
         )
+        first_kept = len(self.chunks.layers) - self.num_kept
+        if any(chunk is kept for kept in self.chunks.layers[first_kept:]):
+            largest = max(0, largest - self._kept_elements(chunk))
         elements = float(self._tokens_at_once * largest)
         if self._strategy.layer_block_tokens:  # of the other layers of a chunk, their inputs
             elements = self._in_blocks()
@@ -348,6 +379,10 @@ class _Sizes:
             for chunk in self.chunks.layers
         )
         return self._tokens_at_once * block + self._tokens * rows
+
+    @staticmethod
+    def _kept_elements(chunk: ChunkWork) -> int:
+        return sum(stage.kept_elements or stage.residual_elements for stage in chunk.stages)
 
     @property
     def kept(self) -> dict[str, float]:
@@ -387,7 +422,7 @@ class _Sizes:
 
     def _kept(self, chunk: ChunkWork) -> float:
         tokens = self._tokens * self._strategy.num_microbatches
-        elements = sum(s.kept_elements or s.residual_elements for s in chunk.stages)
+        elements = self._kept_elements(chunk)
         return self.weights(chunk) + float(tokens * self._strategy.compute_bytes * elements)
 
     def decided(self, chunks: Sequence[ChunkWork]) -> dict[str, float]:
@@ -418,6 +453,7 @@ class _Sizes:
             self._strategy,
             microbatch_tokens=self._tokens,
             wire=self.wire(self.chunks.embed if self.tied else self.chunks.head),
+            logits_copies=LOGITS_COPIES,
         )
 
     @property
@@ -436,14 +472,18 @@ class _Sizes:
     def logits(self) -> float:
         """The logits of one loss chunk and what is made of them."""
         tokens = self._workload.loss_tokens(self._strategy.loss_chunk_tokens, self._tokens)
-        return 4.0 * LOGITS_COPIES * tokens * self._workload.vocab_size
+        own = self._workload.own_loss_tokens is not None
+        copies = OWN_LOGITS_COPIES if own else LOGITS_COPIES
+        return 4.0 * copies * tokens * self._workload.vocab_size
 
     @property
     def head_gradient(self) -> float:
-        """fp32 sum over loss chunks, one summand, and the sum over microbatches."""
-        arrays = 2 if self._strategy.num_microbatches == 1 else 3
+        """fp32 sum over loss chunks, one summand or the result, and the sum over microbatches."""
         owner = self.chunks.embed if self.tied else self.chunks.head
-        return 4.0 * arrays * owner.num_parameters
+        if self._strategy.num_microbatches > 1:
+            return 12.0 * owner.num_parameters
+        result = 4 if self.tied else self._strategy.compute_bytes  # a tied one is added to in fp32
+        return (4.0 + result) * owner.num_parameters
 
 
 def largest_neighbours(sizes: Sequence[float]) -> float:

@@ -31,7 +31,7 @@ NUM_REJECTED = 4
 NEARLY = 1.01
 """Times that are as good as the best, where another reason decides."""
 
-AS_GOOD = 1.002
+AS_GOOD = 1.005
 """The same where that reason is host memory, which costs nothing if it is there."""
 
 SMALL_LOSS_CHUNK_TOKENS, LARGE_LOGITS = 1024, 0.1

@@ -61,7 +61,13 @@ def projection_chunk(chunks: Chunks, *, tied: bool) -> ChunkWork:
 
 
 def loss_memory(
-    chunks: Chunks, workload: Workload, strategy: Strategy, *, microbatch_tokens: int, wire: float
+    chunks: Chunks,
+    workload: Workload,
+    strategy: Strategy,
+    *,
+    microbatch_tokens: int,
+    wire: float,
+    logits_copies: int,
 ) -> dict[str, float]:
     """Bytes by category on one device in the second pass, in place of those of one pass.
 
@@ -71,6 +77,7 @@ def loss_memory(
       strategy: with several slices.
       microbatch_tokens: of one device.
       wire: one device's part of the projection's whole gradient on its way to the host.
+      logits_copies: fp32 arrays of the logits of a loss chunk that are alive at once.
     """
     count, compute = strategy.vocab_slices, strategy.compute_bytes
     owner = projection_chunk(chunks, tied=workload.tied).padded_parameters
@@ -86,7 +93,7 @@ def loss_memory(
     at_once = min(strategy.loss_chunk_tokens, microbatch_tokens)
     return {
         "head_weights": float(weights),
-        "logits": 4.0 * 3 * at_once * rows / workload.hidden_size,
+        "logits": 4.0 * logits_copies * at_once * rows / workload.hidden_size,
         "head_gradient": gradient,
         "hidden_gradient": 4.0 * tokens * (workload.hidden_size + 4),  # and four numbers per token
     }

@@ -16,10 +16,6 @@ from slidedp_jax.planner.kept_attention import attention_pays_first
 from slidedp_jax.planner.memory import MemoryUse
 from slidedp_jax.planner.strategy import Strategy
 
-SHARE = 0.9
-"""Share of the device budget up to which results and state are kept there: nothing is lost where a
-plan is off."""
-
 RESIDENT_STEPS = 8
 """Numbers of resident chunks that are tried first, evenly from one to all; then those between the
 neighbours of the best."""
@@ -43,7 +39,7 @@ def keeping_most(job: Job, strategy: Strategy, memory: MemoryUse) -> tuple[Strat
             middle = (least + most + 1) // 2
             tried = option(middle)
             use = job.memory(tried)
-            if _leaves_some(job, use) and not job.limits(use):
+            if not job.limits(use):
                 least, found, memory = middle, tried, use
             else:
                 most = middle - 1
@@ -125,14 +121,9 @@ def _with_resident(
     """With that many resident chunks and what then fits of kept ones; None if it does not fit."""
     option = replace(strategy, resident_chunks=resident, kept_chunks=0, attention_chunks=0)
     memory = job.memory(option)
-    more = resident > strategy.resident_chunks
-    if job.limits(memory) or (more and not _leaves_some(job, memory)):
+    if job.limits(memory):
         return None
     return keeping_most(job, option, memory)[0] if keep_activations else option
-
-
-def _leaves_some(job: Job, memory: MemoryUse) -> bool:
-    return memory.device_bytes <= SHARE * job.device_budget_bytes
 
 
 def _most_resident(job: Job, strategy: Strategy) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 
 import jax
@@ -63,6 +64,7 @@ def plan_for(
     rows_per_step: int,
     tokens_per_row: int,
     documents_per_row: int | None = None,
+    document_lengths: Sequence[int] | None = None,
     max_grad_norm: float | None = 1.0,
     compute_dtype: ComputeDtype = "bfloat16",
     optimizer_state_bytes: float = ADAMW_STATE_BYTES,
@@ -83,6 +85,8 @@ def plan_for(
       rows_per_step: rows of one optimizer step, over all devices and microbatches.
       tokens_per_row: tokens of a row, padding included.
       documents_per_row: most documents of a packed row; None where rows are not packed.
+      document_lengths: tokens of the documents of a typical packed row, which see only themselves
+        (`rows.typical_documents`); None: one that fills the row.
       max_grad_norm: the limit that the trainer will be given; None allows eager updates.
       compute_dtype: "bfloat16" or "float32".
       optimizer_state_bytes: bytes of optimizer state per parameter; AdamW's 8 by default.
@@ -114,6 +118,7 @@ def plan_for(
                 num_rows=rows_per_step,
                 seq_length=tokens_per_row,
                 documents_per_row=documents_per_row,
+                document_lengths=None if document_lengths is None else tuple(document_lengths),
             ),
             hardware,
             update_policy=update_policy or ("eager" if max_grad_norm is None else "deferred"),

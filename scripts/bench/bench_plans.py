@@ -171,6 +171,7 @@ def measure(args: argparse.Namespace, point: Point) -> dict[str, Any]:
         rows_per_step=point.rows,
         tokens_per_row=point.seq,
         documents_per_row=point.documents,
+        document_lengths=document_lengths(point),
         max_grad_norm=limit,
         device_memory_budget_gib=point.device_gib,
         host_memory_budget_gib=args.host_memory_budget,
@@ -206,6 +207,12 @@ def measure(args: argparse.Namespace, point: Point) -> dict[str, Any]:
             "programs": programs(device),
             "rss_gib": bench_record.rss_gib(),
         }
+
+
+def document_lengths(point: Point) -> list[int] | None:
+    if point.documents is None:
+        return None
+    return [point.seq // point.documents] * point.documents
 
 
 def random_batch(point: Point, vocab_size: int) -> dict[str, Any]:

@@ -16,6 +16,7 @@ rows get the smallest of at most eight widths that holds the longest row of the 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -234,6 +235,18 @@ class BatchSource:
         below = up_to ** min(self.rows_per_step, self.num_rows)
         shares = np.diff(below, prepend=0.0)
         return {w: float(s) for w, s in zip(self.widths, shares, strict=True) if s > 0}
+
+    @functools.cached_property
+    def typical_documents(self) -> tuple[int, ...]:
+        """Tokens of each document of the row whose attention is nearest to the mean of all rows.
+
+        Attention's work grows with the sum of the squares.
+        """
+        lengths = np.asarray(self.examples.lengths, np.int64)[self._plan.members]
+        work = np.add.reduceat(lengths**2, self._plan.offsets[:-1])
+        row = int(np.abs(work - work.mean()).argmin())
+        own = lengths[self._plan.offsets[row] : self._plan.offsets[row + 1]]
+        return tuple(own.tolist())
 
     def _row_lengths(self) -> np.ndarray:
         """Tokens of each row, without padding."""

@@ -169,6 +169,7 @@ def make_plan(
         rows_per_step=rows_per_step or inputs.source.rows_per_step,
         tokens_per_row=inputs.source.widths[-1],
         documents_per_row=inputs.source.documents_per_row if args.packing else None,
+        document_lengths=inputs.source.typical_documents if args.packing else None,
         max_grad_norm=args.clip,
         compute_dtype=args.dtype,
         optimizer_state_bytes=_state_bytes_per_parameter(args, inputs.pretrained.config),

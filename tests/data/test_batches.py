@@ -335,3 +335,11 @@ def test_importing_the_package_imports_no_framework():
         check=True,
     )
     assert done.stdout.strip() == "set()"
+
+
+def test_typical_documents_are_those_of_the_row_of_mean_attention():
+    """Rows of 8: [8], [4, 4], [2, 2, 2, 2]; squares 64, 32, 16, mean 37: the second."""
+    packed = source_of([8, 4, 4, 2, 2, 2, 2], packing=True, max_seq_length=8)
+    assert packed.num_rows == 3
+    assert packed.typical_documents == (4, 4)
+    assert source_of([5, 5, 3], max_seq_length=8).typical_documents == (5,)

@@ -13,6 +13,7 @@ import json
 import pathlib
 import statistics
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -120,23 +121,18 @@ PLANNED = [
     for result in json.loads((BENCHMARKS / f"qwen3-{name}.json").read_text())["results"]
 ]
 """Steps with state and results on the GPU, with their strategies."""
-PEAK_OF_ANOTHER = [("qwen3-8b", 32768), ("qwen3-8b", 65536)]
-"""Measured after a pass with all weights on the GPU, which left the process's largest peak."""
 
 
 @pytest.mark.parametrize(
     "result", PLANNED, ids=lambda r: f"{r['model']}-{r['tokens']}-{r['policy']}"
 )
 def test_state_on_the_gpu(result):
-    """Memory is never more than planned, and not far below."""
     workload = Workload.from_config(named_config(result["model"]))
     batch = BatchShape(num_rows=result["tokens"] // SEQ_LENGTH, seq_length=SEQ_LENGTH)
     strategy, hardware = Strategy.recorded(result["strategy"]), named_hardware("h200")
     predicted = step_time(workload, batch, strategy, hardware)
     assert predicted.step_s == pytest.approx(statistics.median(result["full_s"]), rel=ON_GPU)
     memory = memory_use(workload, batch, strategy, hardware)
-    if (result["model"], result["tokens"]) not in PEAK_OF_ANOTHER:
-        assert 0.85 < result["device_peak_full_gib"] * GIB / memory.device_bytes < 1
     rss = result["rss_gib"] * GIB
     between_saves = memory.host_bytes - memory.host["state_in_passing"]
     assert between_saves < rss < min(1.15 * between_saves, memory.host_bytes)
@@ -235,3 +231,54 @@ def test_the_median_full_step_and_that_none_leans_to_one_side():
     assert len(ratios) >= 43
     assert statistics.median(abs(ratio - 1) for ratio in ratios) < MEDIAN
     assert statistics.median(ratios) == pytest.approx(1, abs=MEDIAN)
+
+
+PLANS = json.loads((BENCHMARKS / "plans_h200_2026-12-01.json").read_text())["results"]
+"""Jobs in processes of their own, with what the planner chose (`bench_plans.py`)."""
+BOUND_BY_UPDATE = ("llama-8b-24gib", "qwen3-4b-20gib")
+"""Where the host's update takes longest, a fifth faster there than on other such machines."""
+
+
+def _job(result: dict[str, Any]) -> tuple[Workload, BatchShape, Strategy]:
+    job = result["job"]
+    config = named_config(job["model"])
+    if layers := job["layers"]:
+        config = replace(
+            config, num_hidden_layers=layers, layer_windows=config.layer_windows[:layers]
+        )
+    documents, seq = job["documents"], job["seq"]
+    batch = BatchShape(
+        num_rows=job["rows"],
+        seq_length=seq,
+        documents_per_row=documents,
+        document_lengths=documents and (seq // documents,) * documents,
+    )
+    return Workload.from_config(config), batch, Strategy.recorded(result["strategy"])
+
+
+@pytest.mark.parametrize("result", PLANS, ids=lambda result: result["point"])
+def test_a_job_of_its_own(result):
+    """Never more of the device's memory than planned, and hardly less; time to 3 %."""
+    workload, batch, strategy = _job(result)
+    hardware = named_hardware("h200")
+    memory = memory_use(workload, batch, strategy, hardware)
+    arrays = memory.device_bytes - memory.device["runtime_reserve"]
+    assert 0.97 < result["memory"]["peak_bytes_in_use"] / arrays <= 1
+    rss, between_saves = (
+        result["rss_gib"] * GIB,
+        memory.host_bytes - memory.host["state_in_passing"],
+    )
+    assert abs(rss - between_saves) < max(0.05 * between_saves, 1.5 * GIB)
+    ratio = step_time(workload, batch, strategy, hardware).step_s / statistics.median(
+        result["full_s"]
+    )
+    assert ratio == pytest.approx(1, abs=0.18 if result["point"] in BOUND_BY_UPDATE else 0.03)
+
+
+def test_the_median_job():
+    ratios = []
+    for result in PLANS:
+        memory = memory_use(*_job(result), named_hardware("h200"))
+        arrays = memory.device_bytes - memory.device["runtime_reserve"]
+        ratios.append(arrays / result["memory"]["peak_bytes_in_use"] - 1)
+    assert statistics.median(ratios) < 0.01

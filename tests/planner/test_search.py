@@ -116,14 +116,14 @@ def test_a_tight_device_changes_the_strategy_and_lists_what_was_given_up():
     hardware = named_hardware("h200")
     roomy = plan(QWEN3_4B, BATCH, hardware)
     assert roomy.rejected == ()
-    tight = plan(QWEN3_4B, BATCH, hardware, device_budget_bytes=16 * GIB)
-    assert tight.chosen.memory.device_bytes <= 16 * GIB
+    tight = plan(QWEN3_4B, BATCH, hardware, device_budget_bytes=8 * GIB)
+    assert tight.chosen.memory.device_bytes <= 8 * GIB
     assert tight.chosen.time.step_s > roomy.chosen.time.step_s
     assert tight.rejected
     for rejected in tight.rejected:
         assert rejected.lower_bound_s < tight.chosen.time.step_s
         assert rejected.limits[0].name == "device memory"
-        assert rejected.limits[0].need_bytes > 16 * GIB
+        assert rejected.limits[0].need_bytes > 8 * GIB
     times = [other.time.step_s for other in tight.runners_up]
     assert times == sorted(times)
     assert tight.chosen.time.step_s <= 1.01 * times[0]
@@ -246,7 +246,7 @@ def test_state_on_the_devices_ends_the_wait_for_the_host_update():
     assert 0 < resident.strategy.resident_chunks < len(QWEN3_4B.layers)
     assert resident.chosen.time.step_s < 0.8 * on_host.chosen.time.step_s
     assert resident.chosen.time.exposed_s["host_update"] < 0.05
-    assert resident.chosen.memory.device_bytes <= 0.9 * resident.job.device_budget_bytes
+    assert resident.chosen.memory.device_bytes <= resident.job.device_budget_bytes
     assert on_host.strategy in [other.strategy for other in resident.runners_up] or all(
         other.time.step_s <= on_host.chosen.time.step_s for other in resident.runners_up
     )
@@ -288,10 +288,10 @@ def test_what_the_host_has_no_room_for_stays_on_the_devices():
 def test_logits_make_room_for_state():
     """Large loss chunks win nothing where state on the devices wins much."""
     batch, hardware = BatchShape(num_rows=6, seq_length=2048), named_hardware("h200")
-    tight = partial(plan, QWEN3_06B, batch, hardware, device_budget_bytes=12 * GIB)
+    tight = partial(plan, QWEN3_06B, batch, hardware, device_budget_bytes=8 * GIB)
     large = tight(choices=Choices(loss_chunk_tokens=4096))
     assert tight().strategy.loss_chunk_tokens < 4096
-    assert tight().chosen.time.step_s < 0.8 * large.chosen.time.step_s
+    assert tight().chosen.time.step_s < 0.85 * large.chosen.time.step_s
 
 
 def test_no_more_layers_per_program_than_pay():
@@ -354,7 +354,6 @@ def test_keeping_activations_fills_the_budget_and_saves_the_recomputation():
         assert kept >= last
         assert chosen.memory.device_bytes <= budget
         if kept:
-            assert chosen.memory.device_bytes <= 0.9 * budget
             assert chosen.time.busy_s["compute"] < recomputing.time.busy_s["compute"]
             assert chosen.time.busy_s["h2d"] < recomputing.time.busy_s["h2d"]
             assert chosen.time.step_s <= recomputing.time.step_s
