@@ -18,25 +18,13 @@ import numpy as np
 
 from slidedp_jax.jax_internals import cuda_capability, packed_cudnn_attention
 from slidedp_jax.models.chunked_attention import chunked_attention
+from slidedp_jax.models.compute_target import ComputeTarget
 
 RowLayout = Literal["whole", "documents", "segments"]
 """What a batch says of its rows: one document each (`whole`), documents given as offsets beside
 segment ids (`documents`), or segment ids alone (`segments`)."""
 
 IMPLEMENTATIONS = ("auto", "chunked", "cudnn")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ComputeTarget:
-    """Where a program will run.
-
-    Attributes:
-      platform: `cpu`, `cuda`, `rocm`, ...
-      compute_capability: of an NVIDIA GPU (9.0 for Hopper), else None.
-    """
-
-    platform: str
-    compute_capability: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +37,12 @@ class AttentionChoice:
 
 def device_target(device: jax.Device) -> ComputeTarget:
     """Describes a device; JAX itself calls both CUDA and ROCm devices `gpu`."""
+    kind = device.device_kind
     if device.platform != "gpu":
-        return ComputeTarget(platform=device.platform)
+        return ComputeTarget(platform=device.platform, device_kind=kind)
     capability = cuda_capability(device)
     platform = "rocm" if capability is None else "cuda"
-    return ComputeTarget(platform=platform, compute_capability=capability)
+    return ComputeTarget(platform=platform, compute_capability=capability, device_kind=kind)
 
 
 def row_layout(batch: Mapping[str, Any]) -> RowLayout:

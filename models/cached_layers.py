@@ -74,7 +74,7 @@ def prefill(
         lax.dynamic_update_slice_in_dim(cache.keys, k, 0, axis=1),
         lax.dynamic_update_slice_in_dim(cache.values, v, 0, axis=1),
     )
-    return layer.feed_forward(x + layer.self_attn.merge_heads(attended)), cache
+    return layer.after_attention(x, attended)[0], cache
 
 
 def decode(
@@ -94,7 +94,7 @@ def decode(
     q, k, v = layer.self_attn.project(layer.input_layernorm(x), cos, sin)
     cache = _write(cache, k, v, positions)
     attended = _attend_to_cache(q, cache, positions, window)
-    return layer.feed_forward(x + layer.self_attn.merge_heads(attended)), cache
+    return layer.after_attention(x, attended)[0], cache
 
 
 def _write(cache: LayerCache, k: jax.Array, v: jax.Array, positions: jax.Array) -> LayerCache:

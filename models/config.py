@@ -1,89 +1,47 @@
-"""The one description of a dense decoder that models, planner and runtime share. Imports no JAX.
+"""The one description of a decoder that models, planner and runtime share. Imports no JAX.
 
 Field names are Hugging Face's, so that a `config.json` maps onto them by identity; model families
-(Qwen2, Qwen3, Llama, Mistral) are flags of `ModelConfig`, not classes.
+(Qwen2, Qwen3, Llama, Mistral, Gemma 3, mixtures of experts) are flags of `ModelConfig`, no classes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
-
-ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "dynamic", "llama3", "yarn")
-"""Every kind of rotary position embedding that `models.rope` computes."""
+from slidedp_jax.models.known_shapes import KNOWN_SHAPES
+from slidedp_jax.models.rope_parameters import RopeParameters
 
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class RopeParameters:
-    """Rotary position embedding, one value for the whole model.
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+"""Every `hidden_act` that the feed-forward block computes."""
+
+
+class LayerKind(NamedTuple):
+    """What tells one layer of a model from another.
 
     Attributes:
-      rope_type: which formula; see `models.rope` for each.
-      rope_theta: base of the geometric series of wavelengths.
-      factor: context extension factor (linear, dynamic, llama3, yarn).
-      original_max_position_embeddings: context length of the pretraining, tokens (llama3, yarn).
-      low_freq_factor: wavelengths above original / low_freq_factor are stretched in full (llama3).
-      high_freq_factor: wavelengths below original / high_freq_factor are left alone (llama3).
-      beta_fast: rotations within the original context above which nothing is stretched (yarn).
-      beta_slow: rotations within the original context below which all is stretched (yarn).
-      attention_factor: multiplier of cos and sin; None derives it from `factor` (yarn).
-      mscale: numerator's scale in the derived attention factor (yarn, with `mscale_all_dim`).
-      mscale_all_dim: denominator's scale in the derived attention factor (yarn, with `mscale`).
-      truncate: round the borders of the blend to whole dimensions (yarn).
+      window: sliding window in tokens, or None.
+      sparse: the feed-forward block is a mixture of experts.
     """
 
-    rope_type: RopeType = "default"
-    rope_theta: float = 10_000.0
-    factor: float = 1.0
-    original_max_position_embeddings: int | None = None
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-
-    def __post_init__(self) -> None:
-        """Rejects what no formula can use."""
-        if self.rope_type not in ROPE_TYPES:
-            raise ValueError(
-                f"rope_type is {self.rope_type!r}; supported kinds: {', '.join(ROPE_TYPES)}."
-            )
-        if not self.rope_theta > 1.0:
-            raise ValueError(f"rope_theta is {self.rope_theta}; it must be greater than 1.")
-        if not self.factor >= 1.0:
-            raise ValueError(f"RoPE factor is {self.factor}; it must be at least 1.")
-        needs_original = self.rope_type in ("llama3", "yarn")
-        if needs_original and not (self.original_max_position_embeddings or 0) > 0:
-            raise ValueError(
-                f"RoPE of type {self.rope_type!r} needs a positive "
-                f"original_max_position_embeddings, got {self.original_max_position_embeddings}."
-            )
-        if self.rope_type == "llama3" and not self.high_freq_factor > self.low_freq_factor > 0:
-            raise ValueError(
-                f"llama3 RoPE needs high_freq_factor > low_freq_factor > 0, got "
-                f"{self.high_freq_factor} and {self.low_freq_factor}."
-            )
+    window: int | None
+    sparse: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Shapes and flags of a decoder-only transformer with RMSNorm, RoPE and SwiGLU.
+    """Shapes and flags of a decoder-only transformer with RMSNorm, RoPE and gated units.
 
     Attributes:
-      model_type: Hugging Face family name (`qwen2`, `qwen3`, `llama`, `mistral`); informative, no
-        code branches on it after the configuration has been read.
+      model_type: Hugging Face family name (`qwen2`, `mixtral`, ...); informative, no code branches
+        on it after the configuration has been read.
       vocab_size: rows of the embedding, V.
       hidden_size: width of the residual stream, D.
-      intermediate_size: width of the feed-forward block, F.
+      intermediate_size: width of the feed-forward block of a dense layer.
       num_hidden_layers: number of layers, L.
       num_attention_heads: query heads, N.
       num_key_value_heads: key and value heads, K; divides N.
@@ -94,12 +52,27 @@ class ModelConfig:
       attention_bias: q, k and v projections have biases.
       attention_output_bias: the o projection has a bias.
       mlp_bias: gate, up and down projections have biases.
-      qk_norm: RMSNorm over each query and key head before RoPE.
+      qk_norm: RMSNorm of queries and keys before RoPE.
+      qk_norm_per_head: that norm is over each head; otherwise over all heads of a token at once.
+      clip_qkv: queries, keys and values are clipped to this magnitude before RoPE, or None.
       rope_parameters: see `RopeParameters`.
       layer_windows: per layer the sliding window in tokens (a query sees itself and the
         window - 1 tokens before it), or None for full attention. Empty means None everywhere.
-      hidden_act: activation of the gate; only `silu`.
+      local_rope_parameters: those of layers with a window; None: as the others'.
+      hidden_act: activation of the gate, one of `ACTIVATIONS`.
+      norms_add_one: norms multiply by 1 + weight, in float32, instead of by weight.
+      norms_after: the results of attention and of the feed-forward block are normalised too.
+      scale_embeddings: embeddings are multiplied by sqrt(D), rounded to the compute dtype.
+      query_pre_attn_scalar: attention scores are divided by its root; None: by that of H.
       initializer_range: standard deviation of freshly initialised matrices.
+      num_experts: routed experts of a sparse layer, E; 0 for a dense model.
+      num_experts_per_tok: experts that a token visits, k.
+      moe_intermediate_size: width of one routed expert, F.
+      norm_topk_prob: the weights of a token's experts are divided by their sum.
+      shared_expert_intermediate_size: width of the expert that every token visits, 0 for none.
+      sparse_layers: per layer whether it is sparse. Empty: all are, where there are experts.
+      router_aux_loss_coef: coefficient of the load-balance loss (`models.router_losses`) that the
+        model's own configuration turns on; 0 for none.
     """
 
     model_type: str
@@ -117,10 +90,24 @@ class ModelConfig:
     attention_output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    qk_norm_per_head: bool = True
+    clip_qkv: float | None = None
     rope_parameters: RopeParameters = field(default_factory=RopeParameters)
     layer_windows: tuple[int | None, ...] = ()
+    local_rope_parameters: RopeParameters | None = None
     hidden_act: str = "silu"
+    norms_add_one: bool = False
+    norms_after: bool = False
+    scale_embeddings: bool = False
+    query_pre_attn_scalar: float | None = None
     initializer_range: float = 0.02
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    shared_expert_intermediate_size: int = 0
+    sparse_layers: tuple[bool, ...] = ()
+    router_aux_loss_coef: float = 0.0
 
     def __post_init__(self) -> None:
         """Checks that the numbers fit together; fills an empty `layer_windows`."""
@@ -134,8 +121,13 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}; RoPE needs an even number.")
-        if self.hidden_act != "silu":
-            raise ValueError(f"hidden_act is {self.hidden_act!r}; supported: 'silu'.")
+        if self.hidden_act not in ACTIVATIONS:
+            supported = ", ".join(map(repr, ACTIVATIONS))
+            raise ValueError(f"hidden_act is {self.hidden_act!r}; supported: {supported}.")
+        if self.query_pre_attn_scalar is not None and not self.query_pre_attn_scalar > 0:
+            raise ValueError(
+                f"query_pre_attn_scalar is {self.query_pre_attn_scalar}; it must be positive."
+            )
         if not self.layer_windows:
             object.__setattr__(self, "layer_windows", (None,) * self.num_hidden_layers)
         if len(self.layer_windows) != self.num_hidden_layers:
@@ -145,17 +137,58 @@ class ModelConfig:
             )
         if any(window is not None and window < 1 for window in self.layer_windows):
             raise ValueError(f"layer_windows are {self.layer_windows}; a window is at least 1.")
+        if self.clip_qkv is not None and not self.clip_qkv > 0:
+            raise ValueError(f"clip_qkv is {self.clip_qkv}; it must be positive, or None.")
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        if self.sparse_layers and len(self.sparse_layers) != self.num_hidden_layers:
+            raise ValueError(
+                f"sparse_layers has {len(self.sparse_layers)} entries for "
+                f"{self.num_hidden_layers} layers; give one per layer, or none at all."
+            )
+        if not self.num_experts:
+            given = [name for name in _EXPERT_FIELDS if getattr(self, name)]
+            if given or any(self.sparse_layers):
+                raise ValueError(
+                    f"num_experts is 0, but {', '.join(given or ['sparse_layers'])} says otherwise."
+                )
+            return
+        if not 1 <= self.num_experts_per_tok <= self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok is {self.num_experts_per_tok}; a token visits from 1 to "
+                f"num_experts ({self.num_experts})."
+            )
+        if self.moe_intermediate_size < 1:
+            raise ValueError("moe_intermediate_size is 0; experts need a width.")
+        if self.router_aux_loss_coef < 0:
+            raise ValueError(
+                f"router_aux_loss_coef is {self.router_aux_loss_coef}; it is 0 or more."
+            )
 
     def embedding_shapes(self) -> dict[str, Shape]:
         """Names within `model.embed_tokens` -> shapes."""
         return {"weight": (self.vocab_size, self.hidden_size)}
 
-    def layer_shapes(self) -> dict[str, Shape]:
-        """Names within `model.layers.{i}` -> shapes; every layer has the same.
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """Per layer, what it is."""
+        sparse = self.sparse_layers or (self.num_experts > 0,) * self.num_hidden_layers
+        return tuple(map(LayerKind, self.layer_windows, sparse))
 
-        Matrices are [out, in], as Hugging Face stores them.
+    def of_layer(self, kind: LayerKind) -> ModelConfig:
+        """The configuration with the RoPE that layers of a kind have."""
+        if kind.window is None or self.local_rope_parameters is None:
+            return self
+        return replace(self, rope_parameters=self.local_rope_parameters)
+
+    def layer_shapes(self, layer: int = 0) -> dict[str, Shape]:
+        """Names within `model.layers.{layer}` -> shapes.
+
+        Matrices are [out, in], as Hugging Face stores them. The experts of a layer are two arrays,
+        gate above up in the first.
         """
-        hidden, ffn = self.hidden_size, self.intermediate_size
+        hidden = self.hidden_size
         queries = self.num_attention_heads * self.head_dim
         keys = self.num_key_value_heads * self.head_dim
         linears = {
@@ -163,21 +196,48 @@ class ModelConfig:
             "self_attn.k_proj": (keys, hidden, self.attention_bias),
             "self_attn.v_proj": (keys, hidden, self.attention_bias),
             "self_attn.o_proj": (hidden, queries, self.attention_output_bias),
-            "mlp.gate_proj": (ffn, hidden, self.mlp_bias),
-            "mlp.up_proj": (ffn, hidden, self.mlp_bias),
-            "mlp.down_proj": (hidden, ffn, self.mlp_bias),
         }
         shapes: dict[str, Shape] = {
             "input_layernorm.weight": (hidden,),
             "post_attention_layernorm.weight": (hidden,),
         }
+        if self.norms_after:
+            shapes["pre_feedforward_layernorm.weight"] = (hidden,)
+            shapes["post_feedforward_layernorm.weight"] = (hidden,)
+        if self.layer_kinds[layer].sparse:
+            linears |= self._dense("mlp.shared_expert", self.shared_expert_intermediate_size)
+            shapes |= self._expert_shapes()
+        else:
+            linears |= self._dense("mlp", self.intermediate_size)
         for name, (num_out, num_in, has_bias) in linears.items():
             shapes[f"{name}.weight"] = (num_out, num_in)
             if has_bias:
                 shapes[f"{name}.bias"] = (num_out,)
         if self.qk_norm:
-            shapes["self_attn.q_norm.weight"] = (self.head_dim,)
-            shapes["self_attn.k_norm.weight"] = (self.head_dim,)
+            per_head = self.qk_norm_per_head
+            shapes["self_attn.q_norm.weight"] = (self.head_dim if per_head else queries,)
+            shapes["self_attn.k_norm.weight"] = (self.head_dim if per_head else keys,)
+        return shapes
+
+    def _dense(self, prefix: str, ffn: int) -> dict[str, tuple[int, int, bool]]:
+        """Projections of a SwiGLU block: rows, columns and whether they have a bias."""
+        if not ffn:
+            return {}
+        return {
+            f"{prefix}.gate_proj": (ffn, self.hidden_size, self.mlp_bias),
+            f"{prefix}.up_proj": (ffn, self.hidden_size, self.mlp_bias),
+            f"{prefix}.down_proj": (self.hidden_size, ffn, self.mlp_bias),
+        }
+
+    def _expert_shapes(self) -> dict[str, Shape]:
+        hidden, ffn, experts = self.hidden_size, self.moe_intermediate_size, self.num_experts
+        shapes = {
+            "mlp.gate.weight": (experts, hidden),
+            "mlp.experts.gate_up_proj": (experts, 2 * ffn, hidden),
+            "mlp.experts.down_proj": (experts, hidden, ffn),
+        }
+        if self.shared_expert_intermediate_size:
+            shapes["mlp.shared_expert_gate.weight"] = (1, hidden)
         return shapes
 
     def head_shapes(self) -> dict[str, Shape]:
@@ -193,7 +253,7 @@ class ModelConfig:
             f"model.embed_tokens.{name}": shape for name, shape in self.embedding_shapes().items()
         }
         for layer in range(self.num_hidden_layers):
-            for name, shape in self.layer_shapes().items():
+            for name, shape in self.layer_shapes(layer).items():
                 shapes[f"model.layers.{layer}.{name}"] = shape
         return shapes | self.head_shapes()
 
@@ -204,8 +264,28 @@ class ModelConfig:
 
     @property
     def num_layer_parameters(self) -> int:
-        """Parameters of one layer."""
-        return _count(self.layer_shapes())
+        """Parameters of one layer, of the largest where they differ."""
+        return max(self._layer_counts)
+
+    @property
+    def _layer_counts(self) -> list[int]:
+        kinds = self.layer_kinds
+        of_kind = {kind: _count(self.layer_shapes(kinds.index(kind))) for kind in set(kinds)}
+        return [of_kind[kind] for kind in kinds]
+
+    @property
+    def num_unvisited_expert_parameters(self) -> int:
+        """Parameters of a sparse layer's routed experts that a token does not visit."""
+        experts = self._expert_shapes() if self.num_experts else {}
+        routed = sum(math.prod(s) for name, s in experts.items() if name.startswith("mlp.experts."))
+        share = self.num_experts - self.num_experts_per_tok
+        return routed * share // max(self.num_experts, 1)
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Parameters that take part in one token: all but the experts that it does not visit."""
+        num_sparse = sum(kind.sparse for kind in self.layer_kinds)
+        return self.num_parameters - num_sparse * self.num_unvisited_expert_parameters
 
     @property
     def num_head_parameters(self) -> int:
@@ -215,7 +295,7 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """All parameters, a tied matrix counted once."""
-        layers = self.num_hidden_layers * self.num_layer_parameters
+        layers = sum(self._layer_counts)
         return self.num_embedding_parameters + layers + self.num_head_parameters
 
 
@@ -233,169 +313,22 @@ _POSITIVE_FIELDS = (
 )
 
 
+_EXPERT_FIELDS = (
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "norm_topk_prob",
+    "router_aux_loss_coef",
+)
+
+
 def _count(shapes: dict[str, Shape]) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
 
 
-# Shapes of well-known models, as their public configurations give them. For benchmarks and plans
-# with random weights only: a real checkpoint is described by its own config.json.
-
-
-def _qwen3(hidden: int, ffn: int, layers: int, heads: int, *, tied: bool) -> ModelConfig:
-    return ModelConfig(
-        model_type="qwen3",
-        vocab_size=151_936,
-        hidden_size=hidden,
-        intermediate_size=ffn,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=8,
-        head_dim=128,
-        tie_word_embeddings=tied,
-        max_position_embeddings=40_960,
-        qk_norm=True,
-        rope_parameters=RopeParameters(rope_theta=1e6),
-    )
-
-
-def _qwen25(
-    hidden: int, ffn: int, layers: int, heads: tuple[int, int], *, vocab: int, tied: bool
-) -> ModelConfig:
-    return ModelConfig(
-        model_type="qwen2",
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=ffn,
-        num_hidden_layers=layers,
-        num_attention_heads=heads[0],
-        num_key_value_heads=heads[1],
-        head_dim=hidden // heads[0],
-        tie_word_embeddings=tied,
-        max_position_embeddings=32_768,
-        attention_bias=True,
-        rope_parameters=RopeParameters(rope_theta=1e6),
-    )
-
-
-def _llama3(
-    hidden: int, ffn: int, layers: int, heads: int, *, factor: float, tied: bool
-) -> ModelConfig:
-    return ModelConfig(
-        model_type="llama",
-        vocab_size=128_256,
-        hidden_size=hidden,
-        intermediate_size=ffn,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=8,
-        head_dim=hidden // heads,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=tied,
-        max_position_embeddings=131_072,
-        rope_parameters=RopeParameters(
-            rope_type="llama3",
-            rope_theta=5e5,
-            factor=factor,
-            original_max_position_embeddings=8_192,
-        ),
-    )
-
-
-def _llama2_7b() -> ModelConfig:
-    return ModelConfig(
-        model_type="llama",
-        vocab_size=32_000,
-        hidden_size=4_096,
-        intermediate_size=11_008,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=32,
-        head_dim=128,
-        rms_norm_eps=1e-5,
-        max_position_embeddings=4_096,
-    )
-
-
-def _mistral_7b() -> ModelConfig:
-    return ModelConfig(
-        model_type="mistral",
-        vocab_size=32_768,
-        hidden_size=4_096,
-        intermediate_size=14_336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        rms_norm_eps=1e-5,
-        max_position_embeddings=32_768,
-        rope_parameters=RopeParameters(rope_theta=1e6),
-    )
-
-
-def _smollm2_135m() -> ModelConfig:
-    return ModelConfig(
-        model_type="llama",
-        vocab_size=49_152,
-        hidden_size=576,
-        intermediate_size=1_536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        head_dim=64,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-        max_position_embeddings=8_192,
-        rope_parameters=RopeParameters(rope_theta=1e5),
-    )
-
-
-def _tiny(*, tied: bool) -> ModelConfig:
-    """Small enough for a test in milliseconds; head_dim is not hidden / heads, on purpose."""
-    return ModelConfig(
-        model_type="qwen3",
-        vocab_size=271,
-        hidden_size=64,
-        intermediate_size=160,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        tie_word_embeddings=tied,
-        max_position_embeddings=256,
-        qk_norm=True,
-        rope_parameters=RopeParameters(rope_theta=1e6),
-    )
-
-
-_PRESETS: dict[str, Callable[[], ModelConfig]] = {
-    "tiny": lambda: _tiny(tied=False),
-    "tiny-tied": lambda: _tiny(tied=True),
-    "smollm2-135m": _smollm2_135m,
-    "qwen3-0.6b": lambda: _qwen3(1_024, 3_072, 28, 16, tied=True),
-    "qwen3-1.7b": lambda: _qwen3(2_048, 6_144, 28, 16, tied=True),
-    "qwen3-4b": lambda: _qwen3(2_560, 9_728, 36, 32, tied=True),
-    "qwen3-8b": lambda: _qwen3(4_096, 12_288, 36, 32, tied=False),
-    "qwen3-14b": lambda: _qwen3(5_120, 17_408, 40, 40, tied=False),
-    "qwen3-32b": lambda: _qwen3(5_120, 25_600, 64, 64, tied=False),
-    "qwen2.5-0.5b": lambda: _qwen25(896, 4_864, 24, (14, 2), vocab=151_936, tied=True),
-    "qwen2.5-1.5b": lambda: _qwen25(1_536, 8_960, 28, (12, 2), vocab=151_936, tied=True),
-    "qwen2.5-3b": lambda: _qwen25(2_048, 11_008, 36, (16, 2), vocab=151_936, tied=True),
-    "qwen2.5-7b": lambda: _qwen25(3_584, 18_944, 28, (28, 4), vocab=152_064, tied=False),
-    "qwen2.5-14b": lambda: _qwen25(5_120, 13_824, 48, (40, 8), vocab=152_064, tied=False),
-    "qwen2.5-32b": lambda: _qwen25(5_120, 27_648, 64, (40, 8), vocab=152_064, tied=False),
-    "qwen2.5-72b": lambda: _qwen25(8_192, 29_568, 80, (64, 8), vocab=152_064, tied=False),
-    "llama-2-7b": _llama2_7b,
-    "llama-3.1-8b": lambda: _llama3(4_096, 14_336, 32, 32, factor=8.0, tied=False),
-    "llama-3.1-70b": lambda: _llama3(8_192, 28_672, 80, 64, factor=8.0, tied=False),
-    "llama-3.2-1b": lambda: _llama3(2_048, 8_192, 16, 32, factor=32.0, tied=True),
-    "llama-3.2-3b": lambda: _llama3(3_072, 8_192, 28, 24, factor=32.0, tied=True),
-    "mistral-7b-v0.3": _mistral_7b,
-}
-
-
 def config_names() -> tuple[str, ...]:
     """Names that `named_config` knows."""
-    return tuple(_PRESETS)
+    return tuple(KNOWN_SHAPES)
 
 
 def named_config(name: str) -> ModelConfig:
@@ -404,6 +337,6 @@ def named_config(name: str) -> ModelConfig:
     Raises:
       ValueError: the name is unknown; the message lists the known ones.
     """
-    if name not in _PRESETS:
-        raise ValueError(f"No preset is named {name!r}; known: {', '.join(_PRESETS)}.")
-    return _PRESETS[name]()
+    if name not in KNOWN_SHAPES:
+        raise ValueError(f"No preset is named {name!r}; known: {', '.join(KNOWN_SHAPES)}.")
+    return ModelConfig(**KNOWN_SHAPES[name]())

@@ -1,4 +1,4 @@
-"""Builds the `StreamedModel` of a dense decoder: NNX modules outside, pure functions inside.
+"""Builds the `StreamedModel` of a decoder: NNX modules outside, pure functions inside.
 
 Modules are built once, without arrays; each pure function merges its stage's module with the
 parameters it is given, inside the trace. Letters: B rows, T tokens, D hidden, V vocabulary.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -20,21 +20,29 @@ from flax import nnx
 from slidedp_jax.models import cached_layers
 from slidedp_jax.models.attention import (
     IMPLEMENTATIONS,
-    ComputeTarget,
     attend,
     device_target,
     resolve_attention,
     row_layout,
 )
-from slidedp_jax.models.config import ModelConfig
+from slidedp_jax.models.compute_target import ComputeTarget
+from slidedp_jax.models.config import LayerKind, ModelConfig
 from slidedp_jax.models.layers import DecoderLayer, Embedding, Head
 from slidedp_jax.models.loss import cross_entropy_sum, project_to_vocab
+from slidedp_jax.models.product_forms import REQUESTS, Forms, resolve_forms
 from slidedp_jax.models.rope import rotary_tables
+from slidedp_jax.models.router_losses import (
+    RouterLosses,
+    counted_tokens,
+    loss_of_sums,
+    router_sums,
+)
 from slidedp_jax.models.streamed import (
     Batch,
     Cache,
     CachedForm,
     LayerFn,
+    LayerOutput,
     Params,
     Stage,
     StreamedModel,
@@ -53,6 +61,8 @@ def build(
     *,
     attention: str = "auto",
     target: ComputeTarget | None = None,
+    router_losses: RouterLosses | None = None,
+    expert_products: str = "auto",
 ) -> StreamedModel:
     """A decoder as the runtime sees it.
 
@@ -64,53 +74,79 @@ def build(
       attention: `auto`, `chunked` or `cudnn`; see `models.attention.resolve_attention`, which
         decides when a layer is traced.
       target: where the functions will run; None means like the first JAX device.
+      router_losses: of a mixture of experts; None: what its configuration turns on.
+      expert_products: `auto` or a form of `models.product_forms`, which decides when a layer is
+        traced.
 
     Raises:
-      ValueError: `attention` is unknown, or, while tracing, cannot run.
+      ValueError: `attention` or `expert_products` is unknown, or, while tracing, cannot run; or a
+        dense model is given router losses.
     """
     if attention not in IMPLEMENTATIONS:
         raise ValueError(
             f"attention is {attention!r}; supported: {', '.join(map(repr, IMPLEMENTATIONS))}."
         )
-    embedding = _Abstract(lambda: Embedding(config.vocab_size, config.hidden_size))
-    layer = _Abstract(lambda: DecoderLayer(config))
+    if expert_products not in REQUESTS:
+        raise ValueError(
+            f"expert_products is {expert_products!r}; supported: {', '.join(map(repr, REQUESTS))}."
+        )
+    if router_losses is None:
+        router_losses = RouterLosses(load_balance=config.router_aux_loss_coef)
+    elif not config.num_experts:
+        raise ValueError("The model has no experts, so there are no router losses; drop them.")
+    embedding = _Abstract(lambda: Embedding(config))
+    forms = partial(_resolve_forms, expert_products, target)
+    layers = {
+        kind: _Abstract(
+            partial(
+                DecoderLayer,
+                config.of_layer(kind),
+                sparse=kind.sparse,
+                resolve_forms=forms,
+            )
+        )
+        for kind in set(config.layer_kinds)
+    }
     head = _Abstract(lambda: Head(config))
     head_loss_for = partial(partial, _head_loss, head)
-    windows = set(config.layer_windows)
-    layer_fns = {
-        window: partial(_apply_layer, layer, config, attention, target, window)
-        for window in windows
-    }
-    prefill_fns = {
-        window: partial(_prefill_layer, layer, config, attention, target, window)
-        for window in windows
-    }
-    decode_fns = {window: partial(_decode_layer, layer, window) for window in windows}
+    kinds = config.layer_kinds
+    layer_fns, prefill_fns, decode_fns = {}, {}, {}
+    for kind in set(kinds):
+        layer = layers[kind]
+        whole = (layer, config, attention, target, kind.window)
+        layer_fns[kind] = partial(_apply_layer, *whole)
+        prefill_fns[kind] = partial(_prefill_layer, *whole)
+        decode_fns[kind] = partial(_decode_layer, layer, kind.window)
     return StreamedModel(
         embed=Stage(name="model.embed_tokens", shapes=embedding.shapes),
         layers=tuple(
-            Stage(name=f"model.layers.{index}", shapes=layer.shapes)
-            for index in range(config.num_hidden_layers)
+            Stage(name=f"model.layers.{index}", shapes=layers[kind].shapes)
+            for index, kind in enumerate(kinds)
         ),
         head=Stage(name="", shapes=head.shapes),
-        embed_fn=lambda params, batch: embedding.merge(params)(batch["input_ids"]),
-        layer_fns=tuple(layer_fns[window] for window in config.layer_windows),
-        layer_fns_for=partial(_layer_fns_in_blocks, layer, config, attention, target),
+        embed_fn=partial(_embed, embedding, None),
+        embed_for=partial(partial, _embed, embedding),
+        layer_fns=tuple(layer_fns[kind] for kind in kinds),
+        layer_fns_for=(
+            None  # a router's choices cannot be made twice
+            if config.num_experts
+            else partial(_layer_fns_in_blocks, layers, config, attention, target)
+        ),
         head_loss_fn=head_loss_for(LOSS_CHUNK_TOKENS),
         head_loss_for=head_loss_for,
         head_logits_fn=partial(_head_logits, head),
         tied=config.tie_word_embeddings,
-        vocabulary=VocabularyForm(
-            projection=(
-                "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
-            ),
-            hidden_fn=partial(_head_hidden, head),
-        ),
+        vocabulary=None if config.scale_embeddings else _vocabulary(config, head),
         vocab_size=config.vocab_size,
-        initial_value=partial(initial_value, initializer_range=config.initializer_range),
+        initial_value=partial(
+            initial_value,
+            initializer_range=config.initializer_range,
+            norm_weight=0.0 if config.norms_add_one else 1.0,
+        ),
+        loss_of_sums=partial(loss_of_sums, router_losses) if config.num_experts else None,
         cached=CachedForm(
-            prefill_fns=tuple(prefill_fns[window] for window in config.layer_windows),
-            decode_fns=tuple(decode_fns[window] for window in config.layer_windows),
+            prefill_fns=tuple(prefill_fns[kind] for kind in kinds),
+            decode_fns=tuple(decode_fns[kind] for kind in kinds),
             init_cache=partial(cached_layers.init_cache, config),
             max_tokens=config.max_position_embeddings,
         ),
@@ -119,11 +155,16 @@ def build(
 
 
 def initial_value(
-    name: str, shape: tuple[int, ...], seed: int, *, initializer_range: float = 0.02
+    name: str,
+    shape: tuple[int, ...],
+    seed: int,
+    *,
+    initializer_range: float = 0.02,
+    norm_weight: float = 1.0,
 ) -> np.ndarray:
     """Starting value of a parameter trained from scratch.
 
-    Norm weights are 1, biases 0, matrices normal with standard deviation `initializer_range`. The
+    Biases are 0, matrices normal with standard deviation `initializer_range`. The
     draw depends on name, shape and seed alone.
 
     Args:
@@ -131,6 +172,7 @@ def initial_value(
       shape: shape of the parameter.
       seed: any non-negative integer.
       initializer_range: standard deviation.
+      norm_weight: of all norms.
 
     Returns:
       float32 array.
@@ -138,7 +180,7 @@ def initial_value(
     if name.endswith(".bias"):
         return np.zeros(shape, np.float32)
     if name.endswith("norm.weight"):
-        return np.ones(shape, np.float32)
+        return np.full(shape, norm_weight, np.float32)
     generator = np.random.default_rng([seed, zlib.crc32(name.encode())])
     values = generator.standard_normal(shape, np.float32)
     values *= np.float32(initializer_range)
@@ -159,6 +201,20 @@ class _Abstract(Generic[_M]):
         return module
 
 
+def _vocabulary(config: ModelConfig, head: _Abstract[Head]) -> VocabularyForm:
+    tied = config.tie_word_embeddings
+    return VocabularyForm(
+        projection="model.embed_tokens.weight" if tied else "lm_head.weight",
+        hidden_fn=partial(_head_hidden, head),
+    )
+
+
+def _embed(
+    embedding: _Abstract[Embedding], scale_dtype: Any, params: Params, batch: Batch
+) -> jax.Array:
+    return embedding.merge(params)(batch["input_ids"], scale_dtype)
+
+
 def _apply_layer(
     layer: _Abstract[DecoderLayer],
     config: ModelConfig,
@@ -168,25 +224,36 @@ def _apply_layer(
     params: Params,
     x: jax.Array,
     batch: Batch,
-) -> jax.Array:
+) -> jax.Array | LayerOutput:
     kernel = _attention_kernel(config, attention, target, x, batch)
-    return layer.merge(params)(x, batch, window=window, attention=kernel)
+    x, routing = layer.merge(params)(x, batch, window=window, attention=kernel)
+    if routing is None:
+        return x
+    counted = counted_tokens(batch)
+    sums = router_sums(routing.logits, routing.shares, routing.chosen, counted)
+    return LayerOutput(x, sums=sums)
 
 
 def _layer_fns_in_blocks(
-    layer: _Abstract[DecoderLayer],
+    layers: Mapping[LayerKind, _Abstract[DecoderLayer]],
     config: ModelConfig,
     attention: str,
     target: ComputeTarget | None,
     block_tokens: int,
 ) -> tuple[LayerFn, ...]:
     made = {
-        window: partial(
-            _apply_layer_in_blocks, layer, config, attention, target, window, block_tokens
+        kind: partial(
+            _apply_layer_in_blocks,
+            layer,
+            config.of_layer(kind),
+            attention,
+            target,
+            kind.window,
+            block_tokens,
         )
-        for window in set(config.layer_windows)
+        for kind, layer in layers.items()
     }
-    return tuple(made[window] for window in config.layer_windows)
+    return tuple(made[kind] for kind in config.layer_kinds)
 
 
 def _apply_layer_in_blocks(
@@ -211,7 +278,7 @@ def _apply_layer_in_blocks(
     def finish(own: Params, arrays: Arrays, _: Arrays) -> Arrays:
         module = layer.merge(_filled(layer.shapes, own))
         residual, attended = arrays
-        return (module.feed_forward(residual + module.self_attn.merge_heads(attended)),)
+        return (module.after_attention(residual, attended)[0],)
 
     tables = rotary_tables(config, batch["positions"], batch.get("segment_ids"))
     q, k, v = in_blocks(project, block_tokens, before, (x,), tables)
@@ -233,7 +300,9 @@ def _around_attention(params: Params) -> tuple[Params, Params]:
 
 def _is_after_attention(path: Sequence[Any]) -> bool:
     name = jax.tree_util.keystr(tuple(path), simple=True, separator=".")
-    return name.startswith(("self_attn.o_proj.", "post_attention_layernorm.", "mlp."))
+    return not name.startswith("input_layernorm.") and (
+        name.startswith("self_attn.o_proj.") or not name.startswith("self_attn.")
+    )
 
 
 def _prefill_layer(
@@ -277,6 +346,11 @@ def _attention_kernel(
         head_dim=config.head_dim,
         rows=row_layout(batch),
     ).name
+
+
+def _resolve_forms(requested: str, target: ComputeTarget | None, **shape: Any) -> Forms:
+    target = target or device_target(jax.devices()[0])
+    return resolve_forms(requested, target=target, **shape)
 
 
 def _head_loss(

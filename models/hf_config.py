@@ -12,13 +12,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slidedp_jax.models.config import ROPE_TYPES, ModelConfig, RopeParameters
+from slidedp_jax.models.config import ModelConfig
+from slidedp_jax.models.hf_expert_config import FAMILIES as EXPERT_FAMILIES
+from slidedp_jax.models.hf_expert_config import expert_fields, own_features
+from slidedp_jax.models.hf_gemma_config import FAMILIES as GEMMA_FAMILIES
+from slidedp_jax.models.hf_gemma_config import (
+    OWN_FEATURES,
+    gemma_fields,
+    gemma_windows,
+    rope_of_kind,
+)
+from slidedp_jax.models.rope_parameters import ROPE_TYPES, RopeParameters
 
 ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    **EXPERT_FAMILIES,
+    **GEMMA_FAMILIES,
 }
 """Supported `model_type` -> the class that its `architectures` may name."""
 
@@ -53,9 +65,21 @@ _FOREIGN_FEATURES = (
     "partial_rotary_factor",
 )
 
-# What transformers assumes of a Mistral configuration that does not say.
+# What transformers assumes of configurations that do not say.
 _MISTRAL_WINDOW = 4096
-_DEFAULT_POSITIONS = {"qwen2": 32_768, "qwen3": 32_768, "llama": 2_048, "mistral": 131_072}
+_DEFAULT_POSITIONS = {
+    "qwen2": 32_768,
+    "qwen3": 32_768,
+    "llama": 2_048,
+    "mistral": 131_072,
+    "qwen2_moe": 32_768,
+    "qwen3_moe": 32_768,
+    "mixtral": 131_072,
+    "olmoe": 4_096,
+    "gemma3_text": 131_072,
+}
+_DEFAULT_EPS = {"mixtral": 1e-5, "olmoe": 1e-5}
+_DEFAULT_THETA = {"mixtral": 1_000_000.0}
 
 _ROPE_KEYS = {
     "default": frozenset[str](),
@@ -117,14 +141,19 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         keys contradict each other.
     """
     family = _supported_family(raw)
-    _refuse_foreign_features(raw)
+    _refuse_foreign_features(raw, family)
     missing = [key for key in _required_keys(family) if raw.get(key) is None]
     if missing:
         raise ValueError(f"config.json lacks {', '.join(missing)}, which {family} needs.")
     heads = raw["num_attention_heads"]
-    attention_bias = bool(raw.get("attention_bias", False)) and family in ("llama", "qwen3")
+    # A field for it, of q, k, v and o alike; Qwen2's are there without one.
+    is_gemma = family in GEMMA_FAMILIES
+    has_bias_field = is_gemma or family in ("llama", "qwen3", "qwen3_moe", "olmoe")
+    attention_bias = bool(raw.get("attention_bias", False)) and has_bias_field
+    qkv_bias = family == "qwen2" or (family == "qwen2_moe" and raw.get("qkv_bias", True))
     positions = _or_default(raw, "max_position_embeddings", _DEFAULT_POSITIONS[family])
     return ModelConfig(
+        **_rope_fields(raw, family, positions),
         model_type=family,
         vocab_size=raw["vocab_size"],
         hidden_size=raw["hidden_size"],
@@ -133,17 +162,18 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         num_attention_heads=heads,
         num_key_value_heads=_or_default(raw, "num_key_value_heads", heads),
         head_dim=_head_dim(raw, family),
-        rms_norm_eps=_or_default(raw, "rms_norm_eps", 1e-6),
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        rms_norm_eps=_or_default(raw, "rms_norm_eps", _DEFAULT_EPS.get(family, 1e-6)),
+        tie_word_embeddings=bool(_or_default(raw, "tie_word_embeddings", is_gemma)),
         max_position_embeddings=positions,
-        attention_bias=attention_bias or family == "qwen2",
+        attention_bias=attention_bias or qkv_bias,
         attention_output_bias=attention_bias,
         mlp_bias=bool(raw.get("mlp_bias", False)) and family == "llama",
-        qk_norm=family == "qwen3",
-        rope_parameters=_rope_parameters(raw, family, positions),
+        qk_norm=is_gemma or family in ("qwen3", "qwen3_moe", "olmoe"),
         layer_windows=_layer_windows(raw, family),
-        hidden_act=_or_default(raw, "hidden_act", "silu"),
+        hidden_act=_hidden_act(raw, family),
         initializer_range=_or_default(raw, "initializer_range", 0.02),
+        **expert_fields(raw, family),
+        **(gemma_fields(raw) if is_gemma else {}),
     )
 
 
@@ -166,8 +196,9 @@ def _supported_family(raw: Mapping[str, Any]) -> str:
     return str(family)
 
 
-def _refuse_foreign_features(raw: Mapping[str, Any]) -> None:
-    for key in _FOREIGN_FEATURES:
+def _refuse_foreign_features(raw: Mapping[str, Any], family: str) -> None:
+    own = OWN_FEATURES if family in GEMMA_FAMILIES else own_features(family)
+    for key in sorted(set(_FOREIGN_FEATURES) - set(own)):
         value = raw.get(key)
         if value not in (None, 0, 1) or value is True:
             raise ValueError(
@@ -177,15 +208,17 @@ def _refuse_foreign_features(raw: Mapping[str, Any]) -> None:
 
 
 def _required_keys(family: str) -> tuple[str, ...]:
-    # Llama 1 and 2 predate grouped queries, so only there does absence mean "as many as heads".
-    return _REQUIRED if family == "llama" else (*_REQUIRED, "num_key_value_heads")
+    # Llama 1 and 2 predate grouped queries: there, and in OLMoE, absence means "as many as heads".
+    if family in ("llama", "olmoe"):
+        return _REQUIRED
+    return (*_REQUIRED, "num_key_value_heads")
 
 
 def _head_dim(raw: Mapping[str, Any], family: str) -> int:
     if raw.get("head_dim") is not None:
         return int(raw["head_dim"])
-    if family == "qwen3":
-        return 128
+    if family in ("qwen3", *GEMMA_FAMILIES):
+        return 128 if family == "qwen3" else 256
     hidden, heads = raw["hidden_size"], raw["num_attention_heads"]
     if hidden % heads:
         raise ValueError(
@@ -197,16 +230,20 @@ def _head_dim(raw: Mapping[str, Any], family: str) -> int:
 
 def _layer_windows(raw: Mapping[str, Any], family: str) -> tuple[int | None, ...]:
     num_layers = int(raw["num_hidden_layers"])
-    if family == "llama":
+    if family in GEMMA_FAMILIES:
+        return gemma_windows(raw)
+    if family in ("llama", "olmoe"):
         return (None,) * num_layers
     kinds = raw.get("layer_types")
-    if family == "mistral":
-        window = raw.get("sliding_window", _MISTRAL_WINDOW)
+    if family in ("mistral", "mixtral", "qwen3_moe"):
+        window = raw.get("sliding_window", _MISTRAL_WINDOW if family == "mistral" else None)
+        if family == "qwen3_moe" and not raw.get("use_sliding_window", False):
+            window = None
         kind = "full_attention" if window is None else "sliding_attention"
         if kinds is not None and set(kinds) != {kind}:
             raise ValueError(
                 f"config.json mixes layer_types {sorted(set(kinds))} with sliding_window {window} "
-                f"in a mistral model, where all layers are alike."
+                f"in a {family} model, where all layers are alike."
             )
         return (window,) * num_layers
     if not raw.get("use_sliding_window", False):
@@ -216,6 +253,11 @@ def _layer_windows(raw: Mapping[str, Any], family: str) -> tuple[int | None, ...
         if window is None:
             raise ValueError("config.json sets use_sliding_window but no sliding_window.")
     if kinds is None:
+        if family == "qwen2_moe" and window is not None:
+            raise ValueError(
+                "config.json sets use_sliding_window but no layer_types; versions of transformers "
+                "differ in which layers of a qwen2_moe model slide then."
+            )
         if window is not None and raw.get("max_window_layers") is None:
             raise ValueError(
                 "config.json sets use_sliding_window but neither layer_types nor "
@@ -230,6 +272,23 @@ def _layer_windows(raw: Mapping[str, Any], family: str) -> tuple[int | None, ...
             f"{num_layers} layers; supported kinds: full_attention, sliding_attention."
         )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _hidden_act(raw: Mapping[str, Any], family: str) -> str:
+    """Gemma's configurations call it `hidden_activation`, and older ones have another beside it."""
+    if family in GEMMA_FAMILIES:
+        return str(_or_default(raw, "hidden_activation", "gelu_pytorch_tanh"))
+    return str(_or_default(raw, "hidden_act", "silu"))
+
+
+def _rope_fields(raw: Mapping[str, Any], family: str, positions: int) -> dict[str, Any]:
+    if family not in GEMMA_FAMILIES:
+        return {"rope_parameters": _rope_parameters(raw, family, positions)}
+    full, local = (
+        _rope_parameters(rope_of_kind(raw, kind), family, positions)
+        for kind in ("full_attention", "sliding_attention")
+    )
+    return {"rope_parameters": full, "local_rope_parameters": local}
 
 
 def _rope_parameters(raw: Mapping[str, Any], family: str, positions: int) -> RopeParameters:
@@ -253,7 +312,7 @@ def _rope_parameters(raw: Mapping[str, Any], family: str, positions: int) -> Rop
                 f"config.json has no rope_theta, neither on its own nor in rope_parameters; "
                 f"{family} models do not share one value (most use 1000000.0)."
             )
-        given["rope_theta"] = 10_000.0
+        given["rope_theta"] = _DEFAULT_THETA.get(family, 10_000.0)
     return _scaled_rope(given, raw, positions)
 
 

@@ -24,6 +24,7 @@ import numpy as np
 from slidedp_jax.models.config import Shape
 from slidedp_jax.models.hf_config import parse_config, read_json
 from slidedp_jax.models.hf_load import DTYPES, INDEX_NAME, SINGLE_NAME, find_tensors
+from slidedp_jax.models.hf_names import Place, layout_of, published_layout, tensors_in_files
 
 _SAFETENSORS_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
@@ -70,7 +71,7 @@ def export(
 
     The configuration keeps the source's layout (only its dtype entries change); tokenizer, chat
     template, generation configuration and licences are copied byte for byte. A tied model gets an
-    `lm_head.weight` only if the source's files have one.
+    `lm_head.weight` only if the source's files have one, and experts lie as they do there.
 
     Args:
       folder: where to write; must not exist, or be empty.
@@ -94,8 +95,8 @@ def export(
         raise FileExistsError(f"{folder} exists and is not empty; choose another export folder.")
     raw_config = read_json(source_folder / "config.json")
     _check_shapes(shapes, raw_config, source_folder)
-    aliases = _tied_aliases(shapes, source_folder)
-    written = dict(shapes) | {alias: shapes[name] for alias, name in aliases.items()}
+    places = _places(shapes, str(raw_config["model_type"]), source_folder)
+    written = {name: place.shape for name, place in places.items()}
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(
@@ -103,9 +104,7 @@ def export(
     )
     try:
         partial.chmod(0o777 & ~_umask())
-        _write_weights(
-            partial, written, lambda name: read(aliases.get(name, name)), dtype, max_shard_bytes
-        )
+        _write_weights(partial, written, _reader(places, read), dtype, max_shard_bytes)
         _copy_files(source_folder, partial, chat_template)
         for name, text in (more_files or {}).items():
             _write_bytes(partial / name, text.encode())
@@ -160,11 +159,31 @@ def _check_shapes(
         )
 
 
-def _tied_aliases(shapes: Mapping[str, Shape], source_folder: Path) -> dict[str, str]:
-    """Names that the source's files repeat a tied matrix under -> the parameter's name."""
-    if "lm_head.weight" in shapes or "lm_head.weight" not in _source_tensors(source_folder):
-        return {}
-    return {"lm_head.weight": "model.embed_tokens.weight"}
+def _places(shapes: Mapping[str, Shape], model_type: str, source_folder: Path) -> dict[str, Place]:
+    """What the files will hold: experts as in the source's, and a tied matrix as often as there."""
+    source = _source_tensors(source_folder)
+    layout = layout_of(source) if source else published_layout(model_type)
+    places = tensors_in_files(shapes, layout)
+    if "lm_head.weight" not in shapes and "lm_head.weight" in source:
+        places["lm_head.weight"] = places["model.embed_tokens.weight"]
+    return places
+
+
+def _reader(
+    places: Mapping[str, Place], read: Callable[[str], np.ndarray]
+) -> Callable[[str], np.ndarray]:
+    """Reads tensors of the files, and each parameter once while its tensors follow each other."""
+    last: dict[str, np.ndarray] = {}
+
+    def read_tensor(name: str) -> np.ndarray:
+        place = places[name]
+        if place.parameter not in last:
+            last.clear()
+            last[place.parameter] = read(place.parameter)
+        value = last[place.parameter]
+        return value if place.part is None else value[place.part]
+
+    return read_tensor
 
 
 def _source_tensors(source_folder: Path) -> Mapping[str, Any]:

@@ -16,6 +16,7 @@ import logging
 import math
 import mmap
 import os
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ import numpy as np
 
 from slidedp_jax.models.config import ModelConfig, Shape
 from slidedp_jax.models.hf_config import read_json
+from slidedp_jax.models.hf_names import Place, layout_of, tensors_in_files
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -40,6 +42,7 @@ DTYPES = {
 """Safetensors dtype names that a trainable parameter may have."""
 
 _LISTED = 10
+_PUT_TOGETHER_AT_ONCE = 2
 _log = logging.getLogger(__name__)
 
 
@@ -74,7 +77,7 @@ def check_folder(folder: Path, config: ModelConfig) -> dict[str, Tensor]:
       FileNotFoundError, ValueError: as `load_parameters`.
     """
     tensors = find_tensors(folder)
-    _check_against(tensors, config.parameter_shapes(), folder)
+    _check_against(tensors, _places(tensors, config.parameter_shapes()), folder)
     return tensors
 
 
@@ -88,7 +91,8 @@ def load_parameters(
     """Hands every parameter of a folder to `write`, after all checks have passed.
 
     Memory beyond what `write` keeps: the mapped pages of the tensors being written, one per thread;
-    they are given back to the system as soon as `write` returns.
+    they are given back to the system as soon as `write` returns. The experts of a layer that lie
+    apart in the files are put together, two such parameters at a time.
 
     Args:
       folder: Hugging Face model folder.
@@ -105,19 +109,29 @@ def load_parameters(
       Exception: whatever `write` raises; parameters already written stay written.
     """
     tensors = find_tensors(folder)
-    _check_against(tensors, shapes, folder)
+    places = _places(tensors, shapes)
+    _check_against(tensors, places, folder)
     maps = {file: _map(file) for file in {tensor.file for tensor in tensors.values()}}
     _check_tied_head(tensors, shapes, maps)
-    wanted = sorted((tensors[name] for name in shapes), key=lambda t: (t.file, t.start))
+    sources: dict[str, list[tuple[Tensor, Place]]] = {}
+    for name, place in places.items():
+        sources.setdefault(place.parameter, []).append((tensors[name], place))
+    wanted = sorted(sources.items(), key=lambda item: (item[1][0][0].file, item[1][0][0].start))
+    together = threading.Semaphore(_PUT_TOGETHER_AT_ONCE)
 
-    def move(tensor: Tensor) -> None:
-        mapped = maps[tensor.file]
-        write(tensor.name, _view(tensor, mapped))
-        _release(tensor, mapped)
+    def move(source: tuple[str, list[tuple[Tensor, Place]]]) -> None:
+        name, parts = source
+        if parts[0][1].part is None:
+            ((tensor, _),) = parts
+            write(name, _view(tensor, maps[tensor.file]))
+            _release(tensor, maps[tensor.file])
+            return
+        with together:
+            write(name, _put_together(shapes[name], parts, maps))
 
     num_threads = num_threads or min(8, os.cpu_count() or 1)
     with ThreadPoolExecutor(num_threads, thread_name_prefix="load") as pool:
-        moves = [pool.submit(move, tensor) for tensor in wanted]
+        moves = [pool.submit(move, source) for source in wanted]
         finished, unfinished = wait(moves, return_when=FIRST_EXCEPTION)
         for pending in unfinished:
             pending.cancel()
@@ -248,9 +262,27 @@ def _indexed_tensors(
     return {name: in_files[file][name] for name, file in weight_map.items()}
 
 
+def _places(tensors: Mapping[str, Tensor], shapes: Mapping[str, Shape]) -> dict[str, Place]:
+    return tensors_in_files(shapes, layout_of(tensors))
+
+
+def _put_together(
+    shape: Shape, parts: list[tuple[Tensor, Place]], maps: Mapping[Path, mmap.mmap]
+) -> np.ndarray:
+    """A parameter out of tensors that hold parts of it, in the dtype of the first."""
+    whole = np.empty(shape, DTYPES[parts[0][0].dtype_name])
+    for tensor, place in parts:
+        assert place.part is not None
+        whole[place.part] = _view(tensor, maps[tensor.file])
+        _release(tensor, maps[tensor.file])
+    whole.flags.writeable = False
+    return whole
+
+
 def _check_against(
-    tensors: Mapping[str, Tensor], shapes: Mapping[str, Shape], folder: Path
+    tensors: Mapping[str, Tensor], places: Mapping[str, Place], folder: Path
 ) -> None:
+    shapes = {name: place.shape for name, place in places.items()}
     missing = [name for name in shapes if name not in tensors]
     unexpected = [
         name for name in tensors if name not in shapes and not _is_redundant(name, shapes)
@@ -271,8 +303,15 @@ def _check_against(
             f"Shapes in {folder} are not those that config.json describes: {_some(misshapen)}."
             f"{_shapes_hint(misshapen)}"
         )
-    for name in shapes:
-        _check_dtype(tensors[name])
+    dtypes: dict[str, str] = {}
+    for name, place in places.items():
+        own = tensors[name]
+        _check_dtype(own)
+        if dtypes.setdefault(place.parameter, own.dtype_name) != own.dtype_name:
+            raise ValueError(
+                f"{name} in {own.file} is {own.dtype_name}, other experts of {place.parameter} are "
+                f"{dtypes[place.parameter]}; one array holds them all. Save the model in one dtype."
+            )
 
 
 def _is_redundant(name: str, shapes: Mapping[str, Shape]) -> bool:

@@ -1,66 +1,47 @@
 """Flax NNX modules whose parameter paths are the Hugging Face names within a layer.
 
-Matrices keep Hugging Face's [out, in] orientation and are contracted over their second dimension,
-so weights move between files, host state and GPU without a transposing copy. Every module computes
-in the dtype of the parameters it is given; norms and rotary embeddings work in float32.
+What they are made of is in `models.dense` and `models.experts`. Every module computes in the dtype
+of the parameters it is given; rotary embeddings work in float32.
 
 Letters: B rows, T tokens, D hidden, F feed-forward, N query heads, K key-value heads, H head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
 from slidedp_jax.models.attention import attend
 from slidedp_jax.models.config import ModelConfig
+from slidedp_jax.models.dense import MLP, Linear, RMSNorm
+from slidedp_jax.models.experts import ResolveForms, Routing, SparseMLP, always_portable
 from slidedp_jax.models.rope import rotary_tables, rotate
 from slidedp_jax.models.streamed import Batch
 from slidedp_jax.models.varying import vary_like
 
 
-class Linear(nnx.Module):
-    """x W^T + b with W [out, in]."""
-
-    def __init__(self, num_in: int, num_out: int, *, has_bias: bool):
-        self.weight = nnx.Param(jnp.zeros((num_out, num_in), jnp.float32))
-        self.bias = nnx.Param(jnp.zeros((num_out,), jnp.float32)) if has_bias else None
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., in] -> [..., out]."""
-        weight = self.weight[...]
-        y = lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
-        if self.bias is None:
-            return y
-        return _per_channel(jnp.add, y, self.bias[...])
-
-
-def _per_channel(
-    operation: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, channels: jax.Array
-) -> jax.Array:
-    """operation(x [..., D], channels [D]) rounded once to the dtype of `x`.
-
-    Taken in float32 only for its derivative: the gradient of `channels` is a sum over all tokens,
-    which JAX would otherwise add up in bfloat16.
-    """
-    channels = jnp.expand_dims(channels.astype(jnp.float32), tuple(range(x.ndim - 1)))
-    return operation(x.astype(jnp.float32), channels).astype(x.dtype)
-
-
 class Embedding(nnx.Module):
-    """Rows of a [V, D] table by token id."""
+    """Rows of a [V, D] table by token id, times a number where the family has one."""
 
-    def __init__(self, vocab_size: int, width: int):
-        self.weight = nnx.Param(jnp.zeros((vocab_size, width), jnp.float32))
+    def __init__(self, config: ModelConfig):
+        shape = config.vocab_size, config.hidden_size
+        self.weight = nnx.Param(jnp.zeros(shape, jnp.float32))
+        self.scale = config.hidden_size**0.5 if config.scale_embeddings else None
 
-    def __call__(self, ids: jax.Array) -> jax.Array:
-        """int32 [B, T] -> [B, T, D]; an id outside the table gives NaN."""
+    def __call__(self, ids: jax.Array, scale_dtype: Any = None) -> jax.Array:
+        """int32 [B, T] -> [B, T, D]; an id outside the table gives NaN.
+
+        `scale_dtype` is what the scale is rounded to; None: the table's.
+        """
         weight = self.weight[...]
-        return _look_up(vary_like(weight, ids), ids)
+        rows = _look_up(vary_like(weight, ids), ids)
+        if self.scale is None:
+            return rows
+        scale = jnp.asarray(self.scale, rows.dtype if scale_dtype is None else scale_dtype)
+        return rows * scale.astype(rows.dtype)
 
 
 @jax.custom_vjp
@@ -87,25 +68,6 @@ def _look_up_backward(
 _look_up.defvjp(_look_up_forward, _look_up_backward)
 
 
-class RMSNorm(nnx.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, statistics in float32.
-
-    The normalised value is rounded to the input's dtype before the product with the weight, as in
-    Hugging Face's implementation.
-    """
-
-    def __init__(self, width: int, *, eps: float):
-        self.weight = nnx.Param(jnp.ones((width,), jnp.float32))
-        self.eps = eps
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., width] -> [..., width]."""
-        wide = x.astype(jnp.float32)
-        variance = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-        normalised = (wide * lax.rsqrt(variance + self.eps)).astype(x.dtype)
-        return _per_channel(jnp.multiply, normalised, self.weight[...])
-
-
 class Attention(nnx.Module):
     """Grouped-query self-attention with rotary positions."""
 
@@ -117,8 +79,9 @@ class Attention(nnx.Module):
         self.k_proj = Linear(hidden, keys, has_bias=config.attention_bias)
         self.v_proj = Linear(hidden, keys, has_bias=config.attention_bias)
         self.o_proj = Linear(queries, hidden, has_bias=config.attention_output_bias)
-        self.q_norm = RMSNorm(head_dim, eps=config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(head_dim, eps=config.rms_norm_eps) if config.qk_norm else None
+        normed = (head_dim, head_dim) if config.qk_norm_per_head else (queries, keys)
+        self.q_norm = _norm(config, normed[0]) if config.qk_norm else None
+        self.k_norm = _norm(config, normed[1]) if config.qk_norm else None
         self.config = config
 
     def project(
@@ -131,47 +94,59 @@ class Attention(nnx.Module):
           cos: float32 [B, T, H / 2] of `models.rope.rotary_tables`.
           sin: float32 [B, T, H / 2].
         """
-        heads = (*x.shape[:2], -1, self.config.head_dim)
-        q = self.q_proj(x).reshape(heads)
-        k = self.k_proj(x).reshape(heads)
-        v = self.v_proj(x).reshape(heads)
-        if self.q_norm is not None and self.k_norm is not None:
+        q = self._heads(self.q_proj, self.q_norm, x)
+        k = self._heads(self.k_proj, self.k_norm, x)
+        v = self._heads(self.v_proj, None, x)
+        if self.q_norm is not None and self.k_norm is not None and self.config.qk_norm_per_head:
             q, k = self.q_norm(q), self.k_norm(k)
+        if self.config.query_pre_attn_scalar is not None:
+            # Attention divides by the root of H.
+            factor = (self.config.head_dim / self.config.query_pre_attn_scalar) ** 0.5
+            q = (q.astype(jnp.float32) * factor).astype(q.dtype)
         return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+    def _heads(self, project: Linear, norm: RMSNorm | None, x: jax.Array) -> jax.Array:
+        """One projection in heads, with what is done to all heads of a token at once."""
+        config, y = self.config, project(x)
+        if norm is not None and not config.qk_norm_per_head:
+            y = norm(y)
+        if config.clip_qkv is not None:
+            y = jnp.clip(y, -config.clip_qkv, config.clip_qkv)
+        return y.reshape(*x.shape[:2], -1, config.head_dim)
 
     def merge_heads(self, attended: jax.Array) -> jax.Array:
         """[B, T, N, H] -> [B, T, D] through the output projection."""
         return self.o_proj(attended.reshape(*attended.shape[:2], -1))
 
 
-class MLP(nnx.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
-
-    def __init__(self, config: ModelConfig):
-        hidden, ffn = config.hidden_size, config.intermediate_size
-        self.gate_proj = Linear(hidden, ffn, has_bias=config.mlp_bias)
-        self.up_proj = Linear(hidden, ffn, has_bias=config.mlp_bias)
-        self.down_proj = Linear(ffn, hidden, has_bias=config.mlp_bias)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, T, D] -> [B, T, D]."""
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class DecoderLayer(nnx.Module):
-    """Pre-norm attention and feed-forward block, each with a residual connection."""
+    """Pre-norm attention and feed-forward block, each with a residual connection.
 
-    def __init__(self, config: ModelConfig):
+    Where a family normalises their results too, `post_attention_layernorm` is the norm after
+    attention; otherwise it is the one before the feed-forward block. Both are Hugging Face's names.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        sparse: bool,
+        resolve_forms: ResolveForms = always_portable,
+    ):
         self.self_attn = Attention(config)
-        self.mlp = MLP(config)
-        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = SparseMLP(config) if sparse else MLP(config, config.intermediate_size)
+        hidden, after = config.hidden_size, config.norms_after
+        self.input_layernorm = _norm(config, hidden)
+        self.post_attention_layernorm = _norm(config, hidden)
+        self.pre_feedforward_layernorm = _norm(config, hidden) if after else None
+        self.post_feedforward_layernorm = _norm(config, hidden) if after else None
         self.config = config
+        self.resolve_forms = resolve_forms
 
     def __call__(
         self, x: jax.Array, batch: Batch, *, window: int | None, attention: str
-    ) -> jax.Array:
-        """[B, T, D] -> [B, T, D].
+    ) -> tuple[jax.Array, Routing | None]:
+        """[B, T, D] -> [B, T, D], and how a sparse layer's tokens were routed.
 
         Args:
           x: residual stream, [B, T, D].
@@ -182,25 +157,48 @@ class DecoderLayer(nnx.Module):
         cos, sin = rotary_tables(self.config, batch["positions"], batch.get("segment_ids"))
         q, k, v = self.self_attn.project(self.input_layernorm(x), cos, sin)
         attended = attend(q, k, v, batch, window=window, implementation=attention)
-        return self.feed_forward(x + self.self_attn.merge_heads(attended))
+        return self.after_attention(x, attended)
 
-    def feed_forward(self, x: jax.Array) -> jax.Array:
-        """The second half of the layer, [B, T, D] -> [B, T, D]."""
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def after_attention(
+        self, x: jax.Array, attended: jax.Array
+    ) -> tuple[jax.Array, Routing | None]:
+        """The rest of the layer, [B, T, D], and the routing in it.
+
+        Args:
+          x: the layer's input, [B, T, D].
+          attended: what attention gave, [B, T, N, H].
+        """
+        merged = self.self_attn.merge_heads(attended)
+        if self.pre_feedforward_layernorm is None or self.post_feedforward_layernorm is None:
+            x = x + merged
+            y, routing = self._feed_forward(self.post_attention_layernorm(x))
+            return x + y, routing
+        x = x + self.post_attention_layernorm(merged)
+        y, routing = self._feed_forward(self.pre_feedforward_layernorm(x))
+        return x + self.post_feedforward_layernorm(y), routing
+
+    def _feed_forward(self, normed: jax.Array) -> tuple[jax.Array, Routing | None]:
+        if isinstance(self.mlp, SparseMLP):
+            return self.mlp(normed, self.resolve_forms)
+        return self.mlp(normed), None
 
 
-class _Norm(nnx.Module):
+def _norm(config: ModelConfig, width: int) -> RMSNorm:
+    return RMSNorm(width, eps=config.rms_norm_eps, add_one=config.norms_add_one)
+
+
+class _FinalNorm(nnx.Module):
     """The final norm at its path."""
 
     def __init__(self, config: ModelConfig):
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = _norm(config, config.hidden_size)
 
 
 class Head(nnx.Module):
     """Final norm and, untied, the output projection, at their Hugging Face paths."""
 
     def __init__(self, config: ModelConfig):
-        self.model = _Norm(config)
+        self.model = _FinalNorm(config)
         tied = config.tie_word_embeddings
         self.lm_head = (
             None if tied else Linear(config.hidden_size, config.vocab_size, has_bias=False)

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from slidedp_jax.models.config import ModelConfig, RopeParameters
+from slidedp_jax.models.config import ModelConfig
+from slidedp_jax.models.rope_parameters import RopeParameters
 
 
 def inverse_frequencies(config: ModelConfig) -> np.ndarray:

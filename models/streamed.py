@@ -42,18 +42,25 @@ Batch = Mapping[str, jax.Array]
 """
 
 
+Sums = Any
+"""Pytree of float32 arrays that add up: over rows, microbatches and devices."""
+
+
 class LayerOutput(NamedTuple):
-    """What a layer gives that has a loss of its own beside the head's.
+    """What a layer gives that has more to give than hidden states.
 
     Attributes:
       x: hidden states [B, T, D].
       aux: float32 scalar, the layer's own loss: its *sum* over the rows at hand with its
         coefficient, to which rows that fill up add nothing. It joins the sum of the token losses,
-        so the step minimises both per supervised token.
+        so the step minimises both per supervised token. None: it has none.
+      sums: what a loss over all rows of the step is a function of (`StreamedModel.loss_of_sums`),
+        summed over the rows at hand. None: nothing.
     """
 
     x: jax.Array
-    aux: jax.Array
+    aux: jax.Array | None = None
+    sums: Sums | None = None
 
 
 LayerFn = Callable[[Params, jax.Array, Batch], jax.Array | LayerOutput]
@@ -87,8 +94,17 @@ def _num_parameters(shapes: Any) -> int:
 Cache = Any
 """Pytree of arrays that one layer keeps while rows grow, each with leading dimension B."""
 
+EmbedFn = Callable[[Params, Batch], jax.Array]
+"""(embed params, batch) -> x [B, T, D]."""
+
 HeadLossFn = Callable[[Params, Params | None, jax.Array, Batch], jax.Array]
 """(head params, embed params or None, x, batch) -> float32 scalar, the *sum* of token losses."""
+
+LossOfSums = Callable[[tuple[Sums, ...]], tuple[jax.Array, dict[str, jax.Array]]]
+"""Sums over the whole step of each layer that gives some, bottom first -> loss and figures.
+
+The loss is a float32 scalar with its coefficient, no sum over tokens: it is added to the mean loss
+of the supervised tokens. Figures are float32 scalars by name, to be reported."""
 
 CachedFn = Callable[[Params, jax.Array, Batch, Cache], tuple[jax.Array, Cache]]
 
@@ -155,11 +171,16 @@ class StreamedModel:
       vocab_size: number of token ids that the embedding accepts.
       initial_value: (full parameter name, shape, seed) -> float32 array, for training from scratch;
         depends on nothing else, so chunking and device count do not change it.
+      embed_for: (compute dtype) -> `embed_fn` with the constants that it has in that dtype, given
+        weights in float32, at which it is differentiated; None: it has no constants.
       head_loss_for: (loss_chunk_tokens) -> the same loss that holds the logits of so many tokens at
         once, which is what a strategy decides; None: the loss is as it is, and no strategy has a
         say in it.
       vocabulary: how embedding and head are taken in slices of the vocabulary, or None: the head's
         loss is an affair of its own.
+      loss_of_sums: the loss that no layer, device or microbatch can know alone, of the `sums` that
+        layers give. Backward gets its derivatives by them as constants, so it is exact. None: there
+        is none.
       cached: the layers in a form that keeps keys and values, or None: no text can be generated.
       random: the functions read `row_seeds`; without them they draw nothing (evaluation).
       indexed: a layer function reads `layer_index`.
@@ -173,16 +194,18 @@ class StreamedModel:
     embed: Stage
     layers: tuple[Stage, ...]
     head: Stage
-    embed_fn: Callable[[Params, Batch], jax.Array]
+    embed_fn: EmbedFn
     layer_fns: tuple[LayerFn, ...]
     head_loss_fn: HeadLossFn
     head_logits_fn: Callable[[Params, Params | None, jax.Array], jax.Array]
     tied: bool
     vocab_size: int
     initial_value: Callable[[str, tuple[int, ...], int], np.ndarray]
+    embed_for: Callable[[Any], EmbedFn] | None = None
     head_loss_for: Callable[[int], HeadLossFn] | None = None
     layer_fns_for: Callable[[int], tuple[LayerFn, ...]] | None = None
     vocabulary: VocabularyForm | None = None
+    loss_of_sums: LossOfSums | None = None
     cached: CachedForm | None = None
     random: bool = False
     indexed: bool = False

@@ -180,10 +180,13 @@ class _Costs:
             backward_s += again_s + stage_backward_s
             forward_flops += flops
             backward_flops += again_flops + stage_backward_flops
-        spared = 0.0
+        spared = spared_s = 0.0
         if not kept:
-            spared = matmul_forward_flops(self._tokens, chunk.stages[-1].last_matmul_parameters)
-        backward_s += self._accumulate_s(chunk) - spared / self._matmul_rate
+            last = chunk.stages[-1]
+            spared = matmul_forward_flops(self._tokens, last.last_matmul_parameters)
+            slower = self._hardware.grouped_matmul_share if last.grouped_parameters else 1.0
+            spared_s = spared / (self._matmul_rate * slower)
+        backward_s += self._accumulate_s(chunk) - spared_s
         num = self._strategy.num_microbatches
         flops = num * (forward_flops + backward_flops - spared)
         times = num * forward_s, num * backward_s
@@ -255,8 +258,11 @@ class _Costs:
     def _layer(self, stage: StageWork) -> tuple[float, float, float, float]:
         """Seconds and operations of forward and of backward without recompute, one microbatch."""
         matmul = matmul_forward_flops(self._tokens, stage.matmul_parameters)
-        read_s = self._memory_s(float(self._strategy.compute_bytes * stage.matmul_parameters))
-        matmul_s = max(matmul / self._matmul_rate, read_s)
+        read = stage.matmul_parameters + stage.unvisited_parameters
+        read_s = self._memory_s(float(self._strategy.compute_bytes * read))
+        grouped = matmul_forward_flops(self._tokens, stage.grouped_parameters)
+        grouped_s = grouped / (self._matmul_rate * self._hardware.grouped_matmul_share)
+        matmul_s = max((matmul - grouped) / self._matmul_rate + grouped_s, read_s)
         attention = self._strategy.rows_per_microbatch * stage.attention_flops(self._batch)
         attention_s = attention / self._attention_rate
         elementwise_s = self._elementwise_s(stage.elementwise_elements * self._tokens)

@@ -27,6 +27,9 @@ HOST_UPDATE_GROWTH = 0.5
 """Exponent with which the host update's rate grows with a host's share. Measured within steps on
 hosts with H200s: 3.1e9 parameters/s on 16 cores beside one GPU, 4.2-4.7e9 on 32 beside two."""
 
+ASSUMED_GROUPED_MATMUL_SHARE = 0.5
+"""Rate of experts' products over that of plain ones, where it was not measured."""
+
 ComputeDtype = Literal["bfloat16", "float32"]
 COMPUTE_DTYPES: tuple[ComputeDtype, ...] = ("bfloat16", "float32")
 
@@ -91,6 +94,8 @@ class HardwareProfile:
       peak_flops_per_s: dense bf16 peak of one GPU, the denominator of MFU.
       bf16_matmul_flops_per_s: reached by large bf16 matrix products on one GPU.
       fp32_matmul_flops_per_s: reached by large fp32 matrix products on one GPU.
+      grouped_matmul_share: of those rates, what products reach whose rows are grouped by expert,
+        uneven groups and padding included.
       attention_flops_per_s: reached by the fused attention kernel, forward and backward together,
         counting only pairs that attend.
       device_memory_bytes_per_s: reached by element-wise programs on one GPU.
@@ -137,6 +142,7 @@ class HardwareProfile:
     host_reserve_bytes: float
     host_memory_bytes_per_s: float
     host_update_params_per_s: float
+    grouped_matmul_share: float = ASSUMED_GROUPED_MATMUL_SHARE
     copy_gap_s: float = 0.0
     visit_dispatch_s: float = 0.0
     upload_call_s: float = 0.0
@@ -202,5 +208,6 @@ _POSITIVE_FIELDS = (
     "host_memory_bytes",
     "host_memory_bytes_per_s",
     "host_update_params_per_s",
+    "grouped_matmul_share",
     "pinned_pool_limit_bytes",
 )

@@ -45,6 +45,7 @@ _ADVICE: Mapping[str, str] = {
     "--gradient_route reduce_scatter",
     "host_boundaries": "use fewer tokens per step, or more --layers_per_chunk",
     "pinned_pool_overhead": "use fewer --layers_per_chunk",
+    "several_gpus": "use fewer GPUs or a host with more memory",
     "compute_devices": "use fewer compute devices or fewer tokens per step",
 }
 

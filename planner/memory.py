@@ -9,6 +9,7 @@ devices, D hidden, V vocabulary, T tokens per row.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -36,6 +37,11 @@ OWN_LOGITS_COPIES = 3
 
 PACKED_ATTENTION_ARRAYS = 2
 """fp32 arrays [rows * documents, T, N, H] of cuDNN's backward over packed rows (measured)."""
+
+SEVERAL_GPUS_BYTES = 1.0 * 2**15
+"""Times the root of the bytes of state on the host: what two GPUs took of host memory beside all
+that is listed here, by an upper bound of four jobs with 10 to 85 GiB of state; its cause is not
+known."""
 
 BATCH_ARRAYS = 4
 """int32 arrays [rows, T]: inputs, targets, positions, segments."""
@@ -537,5 +543,14 @@ def _host(
         "waiting_gradients": gradients,
         **({"host_boundaries": sum(boundaries)} if boundaries else {}),
         "pinned_pool_overhead": pool - in_pool,
-        "runtime_reserve": hardware.host_reserve_bytes,
+        **_several_gpus(hardware, (MASTER_BYTES + optimizer_state_bytes) * padded),
+        "runtime_reserve": hardware.host_reserve_bytes
+        * (1 if hardware.unified_memory else hardware.num_devices),
     }, pool
+
+
+def _several_gpus(hardware: HardwareProfile, state_bytes: float) -> dict[str, float]:
+    """Host memory that several GPUs take beyond what each does."""
+    if hardware.unified_memory or hardware.num_devices == 1:
+        return {}
+    return {"several_gpus": SEVERAL_GPUS_BYTES * math.sqrt(state_bytes)}

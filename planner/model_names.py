@@ -8,7 +8,8 @@ from collections import Counter
 from slidedp_jax.models.config import config_names
 
 _SAME_SHAPES = frozenset(
-    {"meta", "hf", "base", "instruct", "chat", "thinking", "coder", "math", "2407", "2507", "2512"}
+    {"meta", "hf", "base", "instruct", "chat", "thinking", "coder", "math", "sft", "it", "pt"}
+    | {"2407", "2507", "2512", "0924", "0125", "v0.1"}
 )
 """Parts of a name that say nothing about shapes."""
 

@@ -50,8 +50,11 @@ def decays(name: str, shape: Shape) -> bool:
 
 
 def muon_updates(name: str, shape: Shape) -> bool:
-    """Whether Muon updates a parameter itself (a layer's matrix); Adam updates the others."""
-    return ".layers." in name and decays(name, shape)
+    """Whether Muon updates a parameter itself (a layer's matrix); Adam updates the others.
+
+    Experts are no matrix but many in one array, of which one holds gate and up: Adam has those.
+    """
+    return ".layers." in name and len(shape) == 2 and decays(name, shape)
 
 
 def _two_moments(name: str, shape: Shape) -> int:

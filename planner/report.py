@@ -9,7 +9,7 @@ from typing import Any
 from slidedp_jax.jax_internals import PINNED_LIMIT_GIB
 from slidedp_jax.planner.chunking import chunk_stages
 from slidedp_jax.planner.disk import DiskUse
-from slidedp_jax.planner.hardware import GIB, size_text
+from slidedp_jax.planner.hardware import ASSUMED_GROUPED_MATMUL_SHARE, GIB, size_text
 from slidedp_jax.planner.job import Alternative
 from slidedp_jax.planner.limits import Limit
 from slidedp_jax.planner.search import Plan, Rejected
@@ -17,7 +17,7 @@ from slidedp_jax.planner.stated_machine import host_line
 from slidedp_jax.planner.step_time import StepTime
 from slidedp_jax.planner.timeline import LANES
 from slidedp_jax.planner.words import CATEGORY_WORDS, LANE_WORDS, PHASE_WORDS
-from slidedp_jax.wording import counted
+from slidedp_jax.wording import counted, short_count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +52,7 @@ def plan_as_dict(
         "model": {
             "name": job.workload.name,
             "num_parameters": job.workload.num_parameters,
+            "num_active_parameters": job.workload.num_active_parameters,
         },
         "batch": asdict(job.batch) | {"num_tokens": job.batch.num_tokens},
         "hardware": asdict(job.hardware)
@@ -144,6 +145,14 @@ def notes(plan: Plan) -> list[str]:
             f"the figures of {hardware.name} are not measured: expect larger errors than on "
             "hardware that was"
         )
+    if (
+        any(stage.grouped_parameters for stage in job.workload.layers)
+        and hardware.grouped_matmul_share == ASSUMED_GROUPED_MATMUL_SHARE
+    ):
+        found.append(
+            f"how fast experts' products are was not measured on {hardware.name}: assumed is "
+            f"{hardware.grouped_matmul_share:.0%} of the rate of plain ones"
+        )
     pool = 0.0 if hardware.unified_memory else memory.pinned_pool_bytes
     if pool > hardware.pinned_pool_limit_bytes:
         need = -(-pool // GIB)
@@ -168,8 +177,12 @@ def notes(plan: Plan) -> list[str]:
 
 def _heading(plan: Plan, assumed: Collection[str]) -> list[str]:
     batch, hardware = plan.job.batch, plan.job.hardware
+    workload = plan.job.workload
+    name, active = workload.name, workload.num_active_parameters
+    if active < workload.num_parameters:
+        name += f", {short_count(active)} active"
     return [
-        f"{plan.job.workload.name}, {counted(batch.num_rows, 'row')} x {batch.seq_length} = "
+        f"{name}, {counted(batch.num_rows, 'row')} x {batch.seq_length} = "
         f"{batch.num_tokens:,} tokens per step",
         f"on {hardware.num_devices} x {hardware.name} ({hardware.provenance})",
         host_line(hardware, assumed),

@@ -33,6 +33,7 @@ CATEGORY_WORDS = {
     "state_in_passing": "of the layers being saved or read",
     "host_boundaries": "what passes between layers, from forward to backward",
     "pinned_pool_overhead": "XLA's page-locked memory comes in powers of two",
+    "several_gpus": "measured with two GPUs beside all else",
     "compute_devices": "what the CPU devices that compute hold",
     # Of both.
     "runtime_reserve": "CUDA, XLA and Python themselves",
@@ -44,6 +45,7 @@ PHASE_WORDS = {
     "forward": "at the end of the forward pass",
     "loss": "while the loss is computed",
     "backward": "at the start of the backward pass",
+    "recompute": "when the first layer is recomputed",
     "pack": "while a layer's gradient is summed",
     "first_backward": "at the end of the backward pass",
     "embedding_backward": "while the embedding's gradient is computed",

@@ -32,8 +32,9 @@ from flax import nnx
 import slidedp_jax
 from slidedp_jax.adapter.workload import measured_workload
 from slidedp_jax.models import decoder
-from slidedp_jax.models.config import ModelConfig, RopeParameters
+from slidedp_jax.models.config import ModelConfig
 from slidedp_jax.models.loss import cross_entropy_sum
+from slidedp_jax.models.rope_parameters import RopeParameters
 from slidedp_jax.planner.candidates import Choices
 from slidedp_jax.this_machine import plan_for
 

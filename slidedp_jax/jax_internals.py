@@ -71,6 +71,12 @@ PINNED_LIMIT_GIB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 end at 64 GiB, and gradients of larger models would find no room."""
 
 
+RAGGED_DOT_FUSION = "--xla_gpu_experimental_use_ragged_dot_fusion=true"
+"""Flag under which XLA has cuDNN multiply rows with their group's matrix. Without it, `ragged_dot`
+on a GPU is one product with every group's matrix, so it is not used there. Asked for by the user
+only: XLA does not start with a flag that it does not know."""
+
+
 def jax_version() -> tuple[int, int]:
     """Major and minor version, without importing JAX."""
     major, minor = importlib.metadata.version("jax").split(".")[:2]

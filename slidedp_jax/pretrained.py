@@ -59,11 +59,56 @@ class Pretrained:
     tokenizer: Tokenizer | None
     chat_template: str | None = None
 
-    def model(self, attention: str = "auto") -> StreamedModel:
-        """The decoder, for `Trainer`."""
-        from slidedp_jax.models.decoder import build  # JAX must not start before `configure`
+    def model(
+        self,
+        attention: str = "auto",
+        *,
+        router_aux_loss_coef: float | None = None,
+        router_z_loss_coef: float = 0.0,
+        expert_products: str = "auto",
+    ) -> StreamedModel:
+        """The decoder, for `Trainer`.
 
-        return build(self.config, attention=attention)
+        Args:
+          attention: `auto`, `chunked` or `cudnn`.
+          router_aux_loss_coef: of a mixture's load-balance loss (`models.router_losses`), 0 for
+            none; None: as config.json has it, where `output_router_logits` turns it on.
+          router_z_loss_coef: of the z-loss.
+          expert_products: `auto` or one of `models.product_forms`.
+
+        Raises:
+          UserError: a coefficient is given for a model without experts.
+        """
+        # JAX must not start before `configure`.
+        from slidedp_jax.models.decoder import build
+        from slidedp_jax.models.router_losses import RouterLosses
+
+        self.check_router_losses(router_aux_loss_coef, router_z_loss_coef)
+        if not self.config.num_experts:
+            return build(self.config, attention=attention)
+        if router_aux_loss_coef is None:
+            router_aux_loss_coef = self.config.router_aux_loss_coef
+        losses = RouterLosses(load_balance=router_aux_loss_coef, z=router_z_loss_coef)
+        return build(
+            self.config,
+            attention=attention,
+            router_losses=losses,
+            expert_products=expert_products,
+        )
+
+    def check_router_losses(
+        self, router_aux_loss_coef: float | None, router_z_loss_coef: float
+    ) -> None:
+        """Whether the model has routers, where a coefficient is not 0.
+
+        Raises:
+          UserError: it has none.
+        """
+        if (router_aux_loss_coef or router_z_loss_coef) and not self.config.num_experts:
+            raise UserError(
+                f"router_aux_loss_coef and router_z_loss_coef are for mixtures of experts; "
+                f"{self.config.model_type} models have none: drop them"
+            )
 
     def load_parameters(self, write: Callable[[str, np.ndarray], None]) -> None:
         """Give every weight to `write(name, array)`: for `Trainer(parameters=...)`."""

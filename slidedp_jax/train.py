@@ -83,6 +83,7 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int, stop: S
         setting_notes,
     )
     from slidedp_jax.run.disk import disk_of_run
+    from slidedp_jax.run.expert_products import changed_products, check_expert_products
     from slidedp_jax.run.loop import Run
     from slidedp_jax.run.out_of_memory import explained
     from slidedp_jax.run.overview import data_details, opening
@@ -106,6 +107,7 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int, stop: S
     if other_data and strategy is not None and args.plan_from is None:
         strategy, plan_notes = None, ["planned anew for other data: the last bits may change"]
     check_attention(args, inputs)
+    check_expert_products(args, inputs.pretrained.config, inputs.source.widths[-1])
     notes += [*setting_notes(inputs, args), *attention_notes(inputs, args), *plan_notes]
     if args.optim in WHOLE_PARAMETER_OPTIMIZERS:
         notes.append(
@@ -116,6 +118,8 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int, stop: S
         print(data_details(inputs))
     plan = make_plan(args, inputs, num_devices, strategy)
     notes += batch_notes(args, inputs, plan, num_devices)
+    at_once = plan.strategy.rows_per_microbatch * inputs.source.widths[-1]
+    notes += changed_products(before, args, inputs.pretrained.config, at_once)
     steps = {"num_steps": inputs.num_steps, "first_step": inputs.first_step}
     disk = disk_of_run(args, folder, plan, **steps)
     notes += disk.check()

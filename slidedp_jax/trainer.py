@@ -150,6 +150,7 @@ class Trainer:
             gate=parts.gate,
             weights=parts.weights,
             pipeline=parts.pipeline,
+            programs=parts.programs,
             gradients=parts.gradients,
             layouts=parts.store.layouts,
         )
@@ -192,6 +193,7 @@ class Trainer:
             step=step,
             losses=outputs.losses,
             aux=outputs.aux,
+            figures=outputs.figures,
             num_supervised=prepared.num_supervised,
             num_tokens=prepared.num_tokens,
             update=update,

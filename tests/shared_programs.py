@@ -5,19 +5,23 @@ are equal: making them anew takes five sixths of the time.
 """
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import os
 import sys
 
 import numpy as np
+import optax
 
-from slidedp_jax import assembly
+from slidedp_jax import assembly, trainer
 from slidedp_jax.models import decoder
-from slidedp_jax.update import treatments
+from slidedp_jax.run import loop
+from slidedp_jax.update import part_updates, treatments
 
 _compiled = {}
 _traced = {}
+_taken_apart = {}
 _elementwise = {}
 _active = True
 
@@ -26,6 +30,8 @@ def share() -> None:
     """From now on; before anything else takes hold of what is replaced here."""
     _share_compiled_programs()
     _share_traces()
+    _share_optimizers()
+    _share_updates()
     _share_trials_of_optimizers()
 
 
@@ -33,6 +39,7 @@ def forget() -> None:
     """Let go of all programs."""
     _compiled.clear()
     _traced.clear()
+    _taken_apart.clear()
     decoder.build.cache_clear()
 
 
@@ -122,6 +129,61 @@ def _share_traces() -> None:
         return _traced[key]
 
     assembly.WirePrograms, assembly.ComputePrograms = wire_once, programs_once
+
+
+def _share_optimizers() -> None:
+    """Of equal arguments; a transformation is a pair of pure functions."""
+    for name in ("adamw", "sgd"):
+        setattr(optax, name, _once(getattr(optax, name), lambda *given, **named: (given, named)))
+
+    def settings(args, num_steps):
+        """All that an optimizer of the training command may depend on, and more."""
+        elsewhere = {"output_dir": "", "save_steps": None, "save_total_limit": 1, "export": False}
+        return dataclasses.replace(args, **elsewhere), num_steps
+
+    loop.make_optimizer = _once(loop.make_optimizer, settings)
+
+
+def _once(make, key_of):
+    """`make`, called once for arguments that look alike but for functions, which must be one."""
+    made = {}
+
+    @functools.wraps(make)
+    def make_once(*given, **named):
+        functions = [x for x in (*given, *named.values()) if callable(x)]
+        key = repr(key_of(*given, **named)), *map(id, functions)
+        if key not in made:
+            made[key] = make(*given, **named), functions
+        return made[key][0]
+
+    return make_once
+
+
+def _share_updates() -> None:
+    """Of one optimizer: how it is taken apart, and the traces of kernels on equal devices."""
+    make_treatments, make_kernels = trainer.Treatments, part_updates.UpdateKernels
+
+    def treatments_once(optimizer, shapes, **options):
+        key = id(optimizer), tuple(shapes.items()), tuple(options.items())
+        if not _active or key not in _taken_apart:
+            taken_apart = make_treatments(optimizer, shapes, **options)
+            if not _active:
+                return taken_apart
+            _taken_apart[key] = taken_apart, optimizer  # which keeps its id
+        return _taken_apart[key][0]
+
+    def kernels_sharing_traces(optimizer, sharding, **options):
+        kernels = make_kernels(optimizer, sharding, **options)
+        if _active:
+            key = id(optimizer), sharding, tuple(options.items())
+            if key not in _taken_apart:
+                _taken_apart[key] = make_kernels(optimizer, sharding, **options), optimizer
+            for name in ("_update", "_init", "_square", "_advance"):
+                setattr(kernels, name, getattr(_taken_apart[key][0], name))
+        return kernels
+
+    trainer.Treatments = treatments_once
+    part_updates.UpdateKernels = kernels_sharing_traces
 
 
 def _share_trials_of_optimizers() -> None:

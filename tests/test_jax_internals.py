@@ -97,9 +97,15 @@ def test_a_jax_that_does_not_tell_is_named(monkeypatch):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", jax_internals.CHOOSE_WITHOUT_TIMING)
-def test_xla_knows_the_flags_that_are_set_beside_gpus(name):
-    flag = f"--{name}={jax_internals.CHOOSE_WITHOUT_TIMING[name]}"
+@pytest.mark.parametrize(
+    "flag",
+    [
+        *(f"--{name}={value}" for name, value in jax_internals.CHOOSE_WITHOUT_TIMING.items()),
+        jax_internals.RAGGED_DOT_FUSION,
+    ],
+)
+def test_xla_knows_the_flags_that_are_set_beside_gpus(flag):
+    name = flag.lstrip("-").split("=")[0]
     start = "import jax; print(jax.devices()[0].platform)"
     assert run(start, XLA_FLAGS=flag) == "cpu\n"
     assert f"Unknown flag in XLA_FLAGS: --{name}x" in run(start, XLA_FLAGS=f"--{name}x=0")

@@ -45,7 +45,7 @@ def run(arguments, *, path=(), python=sys.executable, **options) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("packages", [False, True])
+@pytest.mark.parametrize("packages", [False, pytest.param(True, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     "where", ["working folder", pytest.param("installed", marks=pytest.mark.thorough)]
 )

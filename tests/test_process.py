@@ -43,8 +43,8 @@ def failure(code: str) -> str:
     "use",
     [
         pytest.param("import jax; jax.devices()", marks=pytest.mark.thorough),
-        pytest.param("import jax.numpy as jnp; jnp.zeros(1)", marks=pytest.mark.thorough),
-        "from flax import nnx; nnx.Rngs(0)",
+        "import jax.numpy as jnp; jnp.zeros(1)",
+        pytest.param("from flax import nnx; nnx.Rngs(0)", marks=pytest.mark.thorough),
     ],
 )
 def test_too_late_is_an_error_that_says_what_to_move(use):
@@ -59,7 +59,7 @@ def test_too_late_is_an_error_that_says_what_to_move(use):
 
 
 @pytest.mark.parametrize(
-    "modules", [pytest.param("jax, optax", marks=pytest.mark.thorough), "flax.linen, flax.nnx"]
+    "modules", ["jax", pytest.param("optax, flax.linen, flax.nnx", marks=pytest.mark.thorough)]
 )
 def test_importing_before_is_fine(modules):
     result = run(
@@ -101,8 +101,8 @@ except RuntimeError as error:
 @pytest.mark.parametrize(
     ("setting", "before", "after"),
     [
-        ("device_memory_fraction", 0.92, 0.5),
-        ("pinned_limit_gib", 20, 30),
+        pytest.param("device_memory_fraction", 0.92, 0.5, marks=pytest.mark.thorough),
+        pytest.param("pinned_limit_gib", 20, 30, marks=pytest.mark.thorough),
         ("compilation_cache", None, "there"),
     ],
 )
@@ -184,7 +184,14 @@ def test_flags_of_the_user_are_kept():
 
 @pytest.mark.parametrize(
     ("given", "level"),
-    [("", "0"), ("--xla_gpu_autotune_level=3 --xla_gpu_force_compilation_parallelism=1", "3")],
+    [
+        ("", "0"),
+        pytest.param(
+            "--xla_gpu_autotune_level=3 --xla_gpu_force_compilation_parallelism=1",
+            "3",
+            marks=pytest.mark.thorough,
+        ),
+    ],
 )
 def test_beside_gpus_no_stopwatch_chooses_kernels(given, level):
     """Unless the user wants it; XLA ends the process where it does not know a flag."""

@@ -133,7 +133,7 @@ def time_pieces(bench: Bench) -> None:
 def _norm_of(config: Any) -> Callable[[Any, Any], Any]:
     from flax import nnx
 
-    from slidedp_jax.models.layers import RMSNorm
+    from slidedp_jax.models.dense import RMSNorm
 
     def norm(x: Any, weight: Any) -> Any:
         module = RMSNorm(weight.shape[0], eps=config.rms_norm_eps)

@@ -70,6 +70,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--skip-resident", action="store_true")
     parser.add_argument("--kernel-form", choices=["blocked", "fused", "whole"])
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--expert-products", default="auto", help="kernels of a mixture's experts")
     parser.add_argument("--weight-rounding", choices=["dither", "nearest"])
     parser.add_argument("--pinned-limit-gib", type=int, default=48)
     parser.add_argument("--compilation-cache", help="folder of JAX's persistent compilation cache")
@@ -172,7 +173,7 @@ def run_strategy(
 
     from slidedp_jax.models import decoder
 
-    model = decoder.build(config)
+    model = decoder.build(config, expert_products=args.expert_products)
     tracer = step_timing.timed_tracer()
     start = time.perf_counter()
     trainer = slidedp_jax.Trainer(
@@ -219,6 +220,7 @@ def measure(
         trainer.strategy = dataclasses.replace(trainer.strategy, **cut)
     device = jax.local_devices()[0]
     result: dict[str, Any] = {"model": args.model, "tokens": tokens, "policy": policy}
+    result["expert_products"] = args.expert_products if config.num_experts else None
     result["max_grad_norm"] = None if policy == "eager" else args.max_grad_norm
     result["strategy"] = trainer.strategy.__dict__.copy()
     before_gib = device_peak_gib(device)
@@ -242,7 +244,9 @@ def measure(
         BatchShape(num_rows=ids.shape[0], seq_length=args.seq)
     )
     result["model_flops"] = work
-    result["layer_flops_8n"] = 8.0 * tokens * config.num_hidden_layers * config.num_layer_parameters
+    layers = config.num_active_parameters - config.num_embedding_parameters
+    result["layer_flops_8n"] = 8.0 * tokens * (layers - config.num_head_parameters)
+    result["num_active_parameters"] = config.num_active_parameters
     own = preset_of_kind(device.device_kind)
     result["peak_flops_per_s"] = own and trainer.num_devices * own.peak_flops_per_s
     result["num_parameters"] = config.num_parameters

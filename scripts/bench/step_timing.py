@@ -21,7 +21,10 @@ def model_config(model: str, layers: int | None) -> Any:
     if layers is None:
         return config
     return dataclasses.replace(
-        config, num_hidden_layers=layers, layer_windows=config.layer_windows[:layers]
+        config,
+        num_hidden_layers=layers,
+        layer_windows=config.layer_windows[:layers],
+        sparse_layers=config.sparse_layers[:layers],
     )
 
 

@@ -115,7 +115,7 @@ def norm(shrink: int, dtype: str = "bfloat16") -> Found:
     import jax.numpy as jnp
     from flax import nnx
 
-    from slidedp_jax.models.layers import RMSNorm
+    from slidedp_jax.models.dense import RMSNorm
 
     tokens, width = 1_048_576 // shrink // (2 if dtype == "float32" else 1), 4096
     graph, _ = nnx.split(nnx.eval_shape(lambda: RMSNorm(width, eps=1e-6)))
@@ -155,7 +155,7 @@ def mlp(shrink: int, dtype: str = "bfloat16", block: int = 0) -> Found:
     from flax import nnx
 
     from slidedp_jax.models.config import named_config
-    from slidedp_jax.models.layers import MLP
+    from slidedp_jax.models.dense import MLP
     from slidedp_jax.models.token_blocks import in_blocks
 
     config = named_config("qwen3-4b")
@@ -163,7 +163,7 @@ def mlp(shrink: int, dtype: str = "bfloat16", block: int = 0) -> Found:
     if dtype == "float32":
         tokens = 229_376 // shrink
     hidden, ffn = config.hidden_size, config.intermediate_size
-    graph, state = nnx.split(nnx.eval_shape(lambda: MLP(config)))
+    graph, state = nnx.split(nnx.eval_shape(lambda: MLP(config, config.intermediate_size)))
     shapes = nnx.to_pure_dict(state)
     params = jax.tree.map(lambda leaf: 0.02 * draw(leaf.shape, leaf.shape[0], dtype), shapes)
     x, dy = draw((1, tokens, hidden), 0, dtype), draw((1, tokens, hidden), 1, dtype)

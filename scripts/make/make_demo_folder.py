@@ -1,11 +1,12 @@
 """Make a small model, its tokenizer and real English training rows, without any download.
 
-    python scripts/make/make_demo_folder.py OUT
+    python scripts/make/make_demo_folder.py OUT [--experts 8]
 
 writes
 
-    OUT/model/        config.json (Qwen3 shape, about 1.2 million parameters), model.safetensors
-                      (random weights), tokenizer.json and tokenizer_config.json (byte-level BPE
+    OUT/model/        config.json (Qwen3 shape, about 1.2 million parameters; with --experts an
+                      OLMoE's, in which a token visits two of them), model.safetensors (random
+                      weights), tokenizer.json and tokenizer_config.json (byte-level BPE
                       with a ChatML template), generation_config.json
     OUT/train.jsonl   conversations about Python, one per line
     OUT/eval.jsonl    every twelfth of them, not in train.jsonl
@@ -45,13 +46,14 @@ PASSAGES_PER_ROW = 2
 EVAL_EVERY = 12
 
 
-def make_demo_folder(out: Path, *, seed: int = 0, vocab_size: int = 2048) -> None:
+def make_demo_folder(out: Path, *, seed: int = 0, vocab_size: int = 2048, experts: int = 0) -> None:
     """Write the demo folder.
 
     Args:
       out: folder to make; must not exist or be empty.
       seed: of the random weights.
       vocab_size: token ids, the three special ones and 256 bytes included.
+      experts: of each layer; 0 for a dense model.
     """
     if out.exists() and any(out.iterdir()):
         sys.exit(f"{out} is not empty; name a folder that does not exist, or remove it")
@@ -60,6 +62,8 @@ def make_demo_folder(out: Path, *, seed: int = 0, vocab_size: int = 2048) -> Non
     rows = list(conversations())
     write_tokenizer(model, rows, vocab_size)
     config = model_config(vocab_size)
+    if experts:
+        config = with_experts(config, experts)
     write_json(model / "config.json", config)
     write_json(
         model / "generation_config.json",
@@ -201,11 +205,30 @@ def model_config(vocab_size: int) -> dict[str, Any]:
     }
 
 
+def with_experts(config: dict[str, Any], experts: int) -> dict[str, Any]:
+    """An OLMoE configuration, else of the same size: two experts are as wide as the dense block."""
+    foreign = ("head_dim", "use_sliding_window", "sliding_window", "max_window_layers")
+    return {name: value for name, value in config.items() if name not in foreign} | {
+        "architectures": ["OlmoeForCausalLM"],
+        "model_type": "olmoe",
+        "intermediate_size": config["intermediate_size"] // 2,
+        "num_experts": experts,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": False,
+        "clip_qkv": None,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.01,
+    }
+
+
 def initial_weights(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
     """Random weights under Hugging Face names: N(0, initializer_range), norms 1."""
-    hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    experts = config.get("num_experts", 0)
+    head = config.get("head_dim", hidden // config["num_attention_heads"])
     queries = config["num_attention_heads"] * head
     keys = config["num_key_value_heads"] * head
+    block = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config["vocab_size"], hidden)
     }
@@ -216,13 +239,14 @@ def initial_weights(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
             "self_attn.k_proj": (keys, hidden),
             "self_attn.v_proj": (keys, hidden),
             "self_attn.o_proj": (hidden, queries),
-            "self_attn.q_norm": (head,),
-            "self_attn.k_norm": (head,),
+            "self_attn.q_norm": (queries if experts else head,),
+            "self_attn.k_norm": (keys if experts else head,),
             "post_attention_layernorm": (hidden,),
-            "mlp.gate_proj": (inner, hidden),
-            "mlp.up_proj": (inner, hidden),
-            "mlp.down_proj": (hidden, inner),
         }
+        if experts:
+            of_layer["mlp.gate"] = (experts, hidden)
+        for prefix in [f"mlp.experts.{e}" for e in range(experts)] or ["mlp"]:
+            of_layer |= {f"{prefix}.{name}": shape for name, shape in block.items()}
         shapes |= {f"model.layers.{layer}.{name}.weight": s for name, s in of_layer.items()}
     shapes["model.norm.weight"] = (hidden,)
     rng, spread = np.random.default_rng(seed), config["initializer_range"]
@@ -244,5 +268,6 @@ if __name__ == "__main__":
     )
     parser.add_argument("out", type=Path, help="folder to make")
     parser.add_argument("--seed", type=int, default=0, help="of the random weights")
+    parser.add_argument("--experts", type=int, default=0, help="of each layer; 0: a dense model")
     arguments = parser.parse_args()
-    make_demo_folder(arguments.out, seed=arguments.seed)
+    make_demo_folder(arguments.out, seed=arguments.seed, experts=arguments.experts)

@@ -214,7 +214,7 @@ class _StagePass:
         for number, (stage, fn) in enumerate(zip(model.layers, model.layer_fns, strict=True)):
             output = jax.jit(fn)(self._params(stage), x, self._of_layer(number))
             x = output.x if isinstance(output, LayerOutput) else output
-            total += float(output.aux) if isinstance(output, LayerOutput) else 0.0
+            total += _own_loss(output)
             self.hidden.append(x)
         marks: dict[str, np.ndarray] = {}
         losses, dx, tied = self._head(embed, x, marks)
@@ -268,6 +268,12 @@ class _StagePass:
     def _note(self, stage: Stage, found: Any, marks: dict[str, np.ndarray]) -> None:
         leaves = map(np.asarray, jax.tree.leaves(found))
         marks.update(zip(stage.parameter_names(), leaves, strict=True))
+
+
+def _own_loss(output: Any) -> float:
+    if isinstance(output, LayerOutput) and output.aux is not None:
+        return float(output.aux)
+    return 0.0
 
 
 @partial(jax.jit, static_argnums=0)

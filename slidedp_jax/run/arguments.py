@@ -52,6 +52,9 @@ class TrainArguments:
     attention: Literal["auto", "cudnn", "chunked"] = _setting(
         "model", "auto, cudnn or chunked", "auto"
     )
+    expert_products: Literal["auto", "portable", "ragged_dot", "mosaic", "triton"] = _setting(
+        "model", "kernels of experts; auto: by what was measured on such a device", "auto"
+    )
     dtype: Literal["bfloat16", "float32"] = _setting(
         "model", "of forward and backward; master weights are always float32", "bfloat16"
     )
@@ -101,6 +104,10 @@ class TrainArguments:
     max_loss: float | None = _setting("training", "treat a larger loss like those", None)
     max_consecutive_skips: int = _setting("training", "skips in a row before it stops", 10)
     freeze: list[str] = _setting("training", "patterns of names that stay as they are", [])
+    router_aux_loss_coef: float | None = _setting(
+        "training", "experts' load balance; null: as config.json says", None
+    )
+    router_z_loss_coef: float = _setting("training", "size of the routers' logits", 0.0)
     ema_decay: float | None = _setting("training", "keep an average of the weights", None)
     seed: int = _setting("training", "of everything random", 42)
 
@@ -176,7 +183,8 @@ class TrainArguments:
         self._require("max_consecutive_skips", self.max_consecutive_skips >= 1, "at least 1")
         self._require("save_total_limit", self.save_total_limit >= 1, "at least 1")
         self._require("num_train_epochs", 0 < self.num_train_epochs < math.inf, "positive")
-        for name in ("learning_rate", "weight_decay", "warmup_steps", "max_grad_norm"):
+        numbers = ("learning_rate", "weight_decay", "warmup_steps", "max_grad_norm")
+        for name in (*numbers, "router_aux_loss_coef", "router_z_loss_coef"):
             value = getattr(self, name) or 0
             self._require(name, 0 <= value < math.inf, "a finite number, not negative")
         for name in ("warmup_ratio", "min_lr_ratio"):

@@ -36,6 +36,7 @@ MAY_CHANGE = frozenset(
         "hardware",
         "dry_run",
         "attention",
+        "expert_products",
         "per_device_train_batch_size",
         "gradient_accumulation_steps",
         "save_steps",
@@ -94,6 +95,8 @@ ALLOWABLE = (
     "adam_beta2",
     "adam_epsilon",
     "max_grad_norm",
+    "router_aux_loss_coef",
+    "router_z_loss_coef",
     *DATA,
 )
 """What `allow_changed` may name: changes after which a run is another, but can go on."""

@@ -60,6 +60,7 @@ def load_inputs(
         args.model_name_or_path, chat_template=args.chat_template_path, now=now
     )
     frozen_names(pretrained.config.parameter_shapes(), args.freeze)
+    pretrained.check_router_losses(args.router_aux_loss_coef, args.router_z_loss_coef)
     for path in (*args.train_file, *args.validation_file):
         if not pathlib.Path(path).is_file():
             raise UserError(f"there is no file {path}; check train_file and validation_file")

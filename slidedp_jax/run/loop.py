@@ -29,6 +29,7 @@ from slidedp_jax.run.arguments import TrainArguments
 from slidedp_jax.run.changes import starts
 from slidedp_jax.run.checks import RunInputs
 from slidedp_jax.run.disk import RunDisk
+from slidedp_jax.run.expert_products import expert_products
 from slidedp_jax.run.export import export_run, export_text
 from slidedp_jax.run.folder import RunFolder
 from slidedp_jax.run.learning_rate import learning_rate
@@ -121,7 +122,12 @@ class Run:
             pretrained.load_parameters(LoadProgress(write, pretrained.config.num_parameters))
 
         trainer = Trainer(
-            pretrained.model(args.attention),
+            pretrained.model(
+                args.attention,
+                router_aux_loss_coef=args.router_aux_loss_coef,
+                router_z_loss_coef=args.router_z_loss_coef,
+                expert_products=args.expert_products,
+            ),
             make_optimizer(args, inputs.num_steps),
             strategy=strategy,
             parameters=read_weights if load else TO_BE_RESTORED,
@@ -201,6 +207,7 @@ class Run:
             "epoch": round(self._inputs.source.epochs_after(), 4),
             "loss": loss,
             "grad_norm": norm,
+            **({"aux_loss": metrics.aux_loss, **metrics.figures} if metrics.figures else {}),
             # Steps that were skipped do not count for the optimizer.
             "learning_rate": _short(self._schedule(step - 1 - (self._skipped - skipped))),
             "num_tokens": self._tokens_seen,
@@ -368,6 +375,11 @@ class Run:
             "xla_flags": xla_flags(),
             "configuration": dataclasses.asdict(self._inputs.pretrained.config),
             "kernel_form": trainer.kernel_form,
+            "expert_products": expert_products(
+                self._args,
+                self._inputs.pretrained.config,
+                self._plan.strategy.rows_per_microbatch * self._inputs.source.widths[-1],
+            ),
             ROUNDING: trainer.weight_rounding.record(),
             "data": dataclasses.asdict(self._inputs.report),
             "started": self._started.isoformat(),

@@ -83,6 +83,8 @@ _CALLED: _Table = (
         "dataset_text_field text_column text_field field_messages message_field text_column_name "
         "column_map",
     ),
+    ("router_aux_loss_coef", "moe_aux_loss_coef moe_aux_loss_coeff aux_loss_coef"),
+    ("router_z_loss_coef", "moe_z_loss_coef moe_z_loss_coeff router_z_loss"),
     ("max_loss", "loss_watchdog_threshold"),
     ("device_memory_budget", "gpu_memory_limit gpu_memory_utilization"),
     ("sample_prompts", "eval_prompts"),

@@ -145,6 +145,8 @@ def _model(args: TrainArguments, inputs: RunInputs) -> str:
     config = inputs.pretrained.config
     name = pathlib.Path(args.model_name_or_path).name or args.model_name_or_path
     size = f"{name} ({config.model_type}): {short_count(config.num_parameters)} parameters"
+    if config.num_experts:
+        size += f" ({short_count(config.num_active_parameters)} active)"
     return f"{size}; {frozen_note(args, config)}" if args.freeze else f"{size}, all trained"
 
 

@@ -21,10 +21,18 @@ NAME = "run.json"
 IN_CHECKPOINT = "run"
 """Entry of a checkpoint's `extra` that holds what `essential` gives."""
 
-_LATER = ("started", "base_model", "chat_template", "fingerprints", "data_counts", "starts")
+_LATER = (
+    "started",
+    "base_model",
+    "chat_template",
+    "fingerprints",
+    "data_counts",
+    "starts",
+    "expert_products",
+)
 """Entries that earlier versions did not write: local time of the first start, name of the model
 that it began with, text of a template of its own, fingerprints of rows and tokenizer, numbers of
-rows and tokens, all its starts."""
+rows and tokens, all its starts, kernels of experts' products."""
 
 
 def essential(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,15 +16,17 @@ class StepOutputs:
 
     Attributes:
       losses: what adds up to the loss times the supervised tokens: per microbatch, each device's
-        sum of token losses, then `aux`; float32 [G].
-      aux: per microbatch, each device's sum of auxiliary losses, float32 [G]; empty if no layer has
-        one.
+        sum of token losses, float32 [G], then `aux`.
+      aux: per microbatch, each device's sum of auxiliary losses, float32 [G], where layers have
+        some; then the loss over the whole step, [1], where there is one.
+      figures: what that loss reports, float32 scalars by name.
       squares: per trained chunk in forward order, sums of squares of the gradient shards, float32
         [G].
     """
 
     losses: list[jax.Array]
     aux: list[jax.Array]
+    figures: dict[str, jax.Array]
     squares: list[jax.Array]
 
 
@@ -37,12 +39,17 @@ class LeftByForward:
       trees: weights of layer chunks that stay: the last one's and those of kept chunks.
       residuals: of chunks that keep results, per microbatch what backward need not recompute.
       aux: per chunk of which a layer has an auxiliary loss, per microbatch their sums [G].
+      sums: by chunk, of those that give some, per microbatch what a loss over the whole step is
+        made of.
+      derivatives: by chunk, of that loss by those sums.
     """
 
     kinds: dict[int, ChunkKind]
     trees: dict[int, Any]
     residuals: dict[int, list[Any]]
     aux: list[list[jax.Array]]
+    sums: dict[int, list[Any]]
+    derivatives: dict[int, Any]
 
 
 @dataclass(frozen=True, kw_only=True)

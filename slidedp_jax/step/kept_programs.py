@@ -35,8 +35,8 @@ class Body:
     """What a backward program does on one device.
 
     Attributes:
-      function: (..., scale if the chunk has an auxiliary loss) -> (dx, sums of gradients), both
-        with rows split over the devices.
+      function: (..., scale if the chunk has an auxiliary loss, derivatives by its sums if it gives
+        some) -> (dx, sums of gradients), both with rows split over the devices.
       inputs: how each argument is split.
       donate: arguments that are used up.
     """
@@ -76,7 +76,7 @@ class KeptPrograms:
         self.forward = on_devices(self._forward, (SAME, ROWS, ROWS), (ROWS, ROWS))
         self.backward = Body(
             function=self._backward,
-            inputs=(SAME, ROWS, ROWS, ROWS, ROWS, ROWS, *([SAME] if kind.gives_aux else [])),
+            inputs=(SAME, ROWS, ROWS, ROWS, ROWS, ROWS, *kind_inputs(kind)),
             donate=(3, 5) if kind.needs_dx else (5,),
         )
 
@@ -106,14 +106,19 @@ class KeptPrograms:
         dy: jax.Array,
         batch: Any,
         sums: Any,
-        *scale: jax.Array,
+        *more: Any,
     ) -> Any:
         structure, places = self._pullbacks[_signature(trees, x, batch)]
         given, own = jax.tree.leaves((trees, x, batch)), iter(kept)
         leaves = [next(own)[0] if place is None else given[place] for place in places]
-        gradients, *dx = jax.tree.unflatten(structure, leaves)(cotangent(dy, scale))
+        gradients, *dx = jax.tree.unflatten(structure, leaves)(cotangent(self._kind, dy, more))
         sums = accumulate(sums, gradients, self._kind.widen)
         return dx[0] if self._kind.needs_dx else None, sums
+
+
+def kind_inputs(kind: ChunkKind) -> list[PartitionSpec]:
+    """How the arguments are split that a chunk's backward has for what it gives beside x."""
+    return [SAME] * (kind.gives_aux + kind.gives_sums)
 
 
 def _keeping(names: frozenset[str]) -> Callable[..., bool]:

@@ -25,6 +25,7 @@ class ChunkKind:
       trained: which leaves are trained; None: all.
       needs_dx: whether a chunk below needs the gradient of x.
       gives_aux: whether a layer has an auxiliary loss.
+      gives_sums: whether a layer gives sums for a loss over the whole step.
       keeps: names of the results that stay on the device from forward to backward
         (`models.named_results`); the others are computed again.
     """
@@ -34,6 +35,7 @@ class ChunkKind:
     trained: Trained | None = None
     needs_dx: bool = True
     gives_aux: bool = False
+    gives_sums: bool = False
     keeps: frozenset[str] = frozenset()
 
 
@@ -74,9 +76,10 @@ def apply_layers(
 ) -> jax.Array | LayerOutput:
     """X after the layers, with the sum of their auxiliary losses where any has one.
 
-    A batch with `layer_index` carries that of the first.
+    What layers give for a loss over the whole step comes as a tuple of those that give some. A
+    batch with `layer_index` carries that of the first.
     """
-    total = None
+    total, sums = None, []
     for index, (layer_fn, params) in enumerate(zip(layer_fns, trees, strict=True)):
         own = batch
         if "layer_index" in batch:
@@ -85,20 +88,40 @@ def apply_layers(
         if not isinstance(output, LayerOutput):
             x = output
             continue
-        x, aux = output
-        _check_aux(aux)
-        total = aux if total is None else total + aux
-    return x if total is None else LayerOutput(x, total)
+        x = output.x
+        if output.aux is not None:
+            _check_aux(output.aux)
+            total = output.aux if total is None else total + output.aux
+        if output.sums is not None:
+            _check_sums(output.sums)
+            sums.append(output.sums)
+    if total is None and not sums:
+        return x
+    return LayerOutput(x, total, tuple(sums) or None)
 
 
 def per_device(output: jax.Array | LayerOutput) -> jax.Array | LayerOutput:
-    """What a chunk's program gives of it: each device's own sum of auxiliary losses, [1]."""
-    return LayerOutput(output.x, output.aux[None]) if isinstance(output, LayerOutput) else output
+    """What a chunk's program gives of it: each device's own sums, with a leading dimension of 1."""
+    if not isinstance(output, LayerOutput):
+        return output
+    x, *own = output
+    return LayerOutput(x, *jax.tree.map(lambda part: part[None], own))
 
 
-def cotangent(dy: jax.Array, scale: tuple[jax.Array, ...]) -> Any:
-    """That of `apply_layers`' output; `scale` is 1 / supervised tokens if there is a loss in it."""
-    return LayerOutput(dy, *scale) if scale else dy
+def cotangent(kind: ChunkKind, dy: jax.Array, more: tuple[Any, ...]) -> Any:
+    """That of `apply_layers`' output.
+
+    Args:
+      kind: of the chunk.
+      dy: by x.
+      more: 1 / supervised tokens if there is an auxiliary loss, then the derivatives of the loss
+        over the whole step by the chunk's sums if it gives some.
+    """
+    if not more:
+        return dy
+    parts = iter(more)
+    aux = next(parts) if kind.gives_aux else None
+    return LayerOutput(dy, aux, next(parts) if kind.gives_sums else None)
 
 
 def _check_aux(aux: jax.Array) -> None:
@@ -107,6 +130,15 @@ def _check_aux(aux: jax.Array) -> None:
             f"a layer's auxiliary loss is {aux.dtype}{list(aux.shape)}; it must be one float32 "
             "number, the sum over the rows at hand. Add it up in float32 whatever the compute "
             "dtype: jnp.sum(..., dtype=jnp.float32)"
+        )
+
+
+def _check_sums(sums: Any) -> None:
+    odd = {str(leaf.dtype) for leaf in jax.tree.leaves(sums)} - {"float32"}
+    if odd:
+        raise UserError(
+            f"a layer's sums are of {', '.join(sorted(odd))}; they add up over the rows of a step, "
+            "so they must be float32"
         )
 
 

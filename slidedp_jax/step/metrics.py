@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 import jax
@@ -29,6 +29,7 @@ class StepMetrics:
         step: int,
         losses: Sequence[jax.Array],
         aux: Sequence[jax.Array] = (),
+        figures: Mapping[str, jax.Array] | None = None,
         num_supervised: int,
         num_tokens: int,
         update: Callable[[], StepUpdate],
@@ -38,6 +39,7 @@ class StepMetrics:
         self.num_supervised_tokens = num_supervised
         self._losses = losses
         self._aux = aux
+        self._figures = figures or {}
         self._update = update
 
     def __repr__(self) -> str:
@@ -56,8 +58,16 @@ class StepMetrics:
 
     @cached_property
     def aux_loss(self) -> float:
-        """The layers' own losses within `loss`, coefficients included; 0 if there are none."""
+        """The layers' own losses within `loss`, coefficients included; 0 if there are none.
+
+        A mixture's router losses are among them.
+        """
         return mean_loss(self._aux, self.num_supervised_tokens)
+
+    @cached_property
+    def figures(self) -> dict[str, float]:
+        """What the model reports beside its losses, by name (`models.router_losses`)."""
+        return {name: float(value) for name, value in sorted(self._figures.items())}
 
     @property
     def grad_norm(self) -> float:

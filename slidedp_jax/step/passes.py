@@ -16,6 +16,7 @@ from slidedp_jax.state.layout import ChunkLayout
 from slidedp_jax.step.batch import PreparedBatch, prepare
 from slidedp_jax.step.in_flight import StepOutputs
 from slidedp_jax.step.pipeline import GradientSink, Pipeline
+from slidedp_jax.step.programs import ComputePrograms
 from slidedp_jax.transfer.routes import DATA_AXIS, Gradient, GradientPath, SentSlices
 from slidedp_jax.transfer.weight_window import StreamedWeights, WeightSource
 from slidedp_jax.update.state_gate import StateGate
@@ -37,6 +38,7 @@ class Passes:
       gate: the way to the state.
       weights: weights on the devices.
       pipeline: the order of a step.
+      programs: what it is made of.
       gradients: how they come back.
       layouts: chunks of the state.
     """
@@ -52,6 +54,7 @@ class Passes:
         gate: StateGate,
         weights: StreamedWeights,
         pipeline: Pipeline,
+        programs: ComputePrograms,
         gradients: GradientPath,
         layouts: Sequence[ChunkLayout],
     ):
@@ -61,7 +64,8 @@ class Passes:
         self._rows = NamedSharding(mesh, PartitionSpec(DATA_AXIS))
         self._same = NamedSharding(mesh, PartitionSpec())
         self._gate, self._weights = gate, weights
-        self._pipeline, self._gradients, self._layouts = pipeline, gradients, layouts
+        self._pipeline, self._programs = pipeline, programs
+        self._gradients, self._layouts = gradients, layouts
         self._boundary_bytes: dict[tuple[int, ...], int] = {}
 
     def prepare(self, batch: Mapping[str, np.ndarray], *, training: bool = False) -> PreparedBatch:
@@ -94,8 +98,12 @@ class Passes:
         self._gate.check_open()
         assert len(prepared.microbatches) <= self._strategy.num_microbatches
         microbatches = self._place(prepared.microbatches)
-        weight: jax.Array = jax.device_put(np.float32(1 / prepared.num_supervised), self._same)
-        return self._pipeline.step(weights, microbatches, weight, sink)
+        return self._pipeline.step(weights, microbatches, self._scale(prepared), sink)
+
+    def _scale(self, prepared: PreparedBatch) -> jax.Array:
+        """1 / supervised tokens, on every device."""
+        scale: jax.Array = jax.device_put(np.float32(1 / prepared.num_supervised), self._same)
+        return scale
 
     def send(self, chunk: int, wires: Sequence[jax.Array | SentSlices]) -> Gradient:
         """Start the copy of a chunk's gradient to the host."""
@@ -103,12 +111,26 @@ class Passes:
         return self._gradients.send(wires, self._layouts[chunk])
 
     def losses(self, prepared: PreparedBatch) -> list[jax.Array]:
-        """Sums of the supervised tokens' losses of devices and microbatches, some at a time."""
+        """What adds up to the batch's loss times its supervised tokens, as `StepOutputs.losses`.
+
+        Some microbatches pass at a time; a loss over the whole step is one over the whole batch.
+        """
         self._gate.check_open()
-        losses, at_once = list[jax.Array](), self._strategy.num_microbatches
+        losses, sums, at_once = (
+            list[jax.Array](),
+            list[list[Any]](),
+            self._strategy.num_microbatches,
+        )
         for first in range(0, len(prepared.microbatches), at_once):
             some = self._place(prepared.microbatches[first : first + at_once])
-            losses += self._pipeline.losses(self._weights, some)
+            more, parts = self._pipeline.losses(self._weights, some)
+            losses += more
+            sums = [
+                [*before, *own]
+                for before, own in zip(sums or [[]] * len(parts), parts, strict=True)
+            ]
+        if sums:
+            losses.append(self._programs.loss_of_sums(sums, self._scale(prepared)).loss)
         return losses
 
     def next_logits(

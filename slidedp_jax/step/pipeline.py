@@ -115,7 +115,12 @@ class Pipeline:
             copy to the host.
         """
         embed, left = self._forward(weights, microbatches, keep_from=self._lowest)
-        aux = self._programs.totals(left.aux)
+        aux, figures = self._programs.totals(left.aux), {}
+        if left.sums:
+            of_step = self._programs.loss_of_sums(list(left.sums.values()), scale)
+            left.derivatives.update(zip(left.sums, of_step.derivatives, strict=True))
+            left.sums.clear()
+            aux, figures = [*aux, of_step.loss], of_step.figures
         squares: list[jax.Array | None] = [None] * len(self._layouts)
         xs = self._boundaries.take(self._head)
         if self._sliced_head is None:
@@ -172,17 +177,25 @@ class Pipeline:
         return StepOutputs(
             losses=[*losses, *aux],
             aux=aux,
+            figures=figures,
             squares=[part for part in squares if part is not None],
         )
 
-    def losses(self, weights: WeightSource, microbatches: Sequence[DeviceBatch]) -> list[jax.Array]:
-        """Forward only, by the programs of a step; `StepOutputs.losses`."""
+    def losses(
+        self, weights: WeightSource, microbatches: Sequence[DeviceBatch]
+    ) -> tuple[list[jax.Array], list[list[Any]]]:
+        """Forward only, by the programs of a step.
+
+        Returns:
+          `StepOutputs.losses` without the loss over the whole step, and per chunk that gives some,
+          per microbatch, what that is made of.
+        """
         embed, left = self._forward(weights, microbatches, keep_from=self._head)
         if self._sliced_head is not None:
             losses = self._sliced_head.losses(
                 weights, self._boundaries.take(self._head), microbatches
             )
-            return [*losses, *self._programs.totals(left.aux)]
+            return [*losses, *self._programs.totals(left.aux)], list(left.sums.values())
         head = weights.take(self._head)[0]
         losses = [
             self._programs.loss(head, embed, x, batch)
@@ -192,7 +205,7 @@ class Pipeline:
         weights.release(self._head)
         if self._tied:
             weights.release(0)
-        return [*losses, *self._programs.totals(left.aux)]
+        return [*losses, *self._programs.totals(left.aux)], list(left.sums.values())
 
     def next_logits(
         self,
@@ -254,7 +267,7 @@ class Pipeline:
         if not self._holds_embed:
             embed = None
         self._boundaries.clear()
-        left = LeftByForward(kinds={}, trees={}, residuals={}, aux=[])
+        left = LeftByForward(kinds={}, trees={}, residuals={}, aux=[], sums={}, derivatives={})
         trees = None
         for chunk in range(1, self._head):
             del trees
@@ -309,7 +322,10 @@ class Pipeline:
             left.residuals[chunk] = [residuals for _, residuals in outputs]
             outputs = [output for output, _ in outputs]
         if isinstance(outputs[0], LayerOutput):
-            left.aux.append([output.aux for output in outputs])
+            if outputs[0].aux is not None:
+                left.aux.append([output.aux for output in outputs])
+            if outputs[0].sums is not None:
+                left.sums[chunk] = [output.sums for output in outputs]
             outputs = [output.x for output in outputs]
         return outputs
 
@@ -328,6 +344,7 @@ class Pipeline:
             trained=self._layouts[chunk].trained,
             needs_dx=chunk > self._lowest,
             gives_aux=gives.aux,
+            gives_sums=gives.sums,
             keeps=EVERYTHING if chunk in self._kept else keeps,
         )
 
@@ -418,6 +435,8 @@ class Pipeline:
                 arguments = (trees, x, *kept, dx, self._of_chunk(chunk, batch), sums)
                 if kind.gives_aux:
                     arguments += (scale,)
+                if kind.gives_sums:
+                    arguments += (left.derivatives[chunk],)
                 if above.unsent is None or number < len(microbatches):
                     program = self._programs.backward(kind)
                     below, sums = program(*arguments)

@@ -7,6 +7,7 @@ split. A program is compiled once per distinct structure of a chunk, whatever th
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from slidedp_jax.errors import UserError
 from slidedp_jax.jax_internals import inputs_read
 from slidedp_jax.models.named_results import DECIDED, named_bytes
 from slidedp_jax.models.streamed import Cache, CachedFn, LayerOutput, StreamedModel
 from slidedp_jax.state.layout import ChunkLayout, Trained
-from slidedp_jax.step.kept_programs import Body, KeptPrograms
+from slidedp_jax.step.kept_programs import Body, KeptPrograms, kind_inputs
 from slidedp_jax.step.layer_functions import (
     ChunkKind,
     LayerFns,
@@ -32,6 +34,7 @@ from slidedp_jax.step.layer_functions import (
     per_device,
 )
 from slidedp_jax.transfer.device_map import ROWS, SAME, DeviceMap
+from slidedp_jax.transfer.routes import DATA_AXIS
 from slidedp_jax.transfer.wire_programs import WirePrograms
 
 
@@ -41,11 +44,28 @@ class Gives:
 
     Attributes:
       aux: auxiliary losses.
+      sums: what a loss over the whole step is made of.
       decided: results that backward must not compute again.
     """
 
     aux: bool
+    sums: bool
     decided: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossOfStep:
+    """A loss that is a function of sums over the whole step, the same on every device.
+
+    Attributes:
+      loss: [1], times the supervised tokens of the step, so that it adds up with token losses.
+      derivatives: per chunk that gives sums, those of the loss by them.
+      figures: float32 scalars by name.
+    """
+
+    loss: jax.Array
+    derivatives: tuple[Any, ...]
+    figures: dict[str, jax.Array]
 
 
 class ComputePrograms:
@@ -90,6 +110,7 @@ class ComputePrograms:
         self.logits_at = self._on_devices(self._logits_at, (SAME, SAME, ROWS, ROWS), ROWS)
         self.loss = self._on_devices(self._loss, (SAME, SAME, ROWS, ROWS), ROWS)
         self._total = self._on_devices(_total, (ROWS,), ROWS)
+        self._of_sums = self._on_devices(self._loss_of_sums, (ROWS, SAME), SAME)
         self.embed_backward = self._on_devices(
             self._embed_backward, (SAME, ROWS, ROWS, ROWS), ROWS, donate=(3,)
         )
@@ -110,6 +131,33 @@ class ComputePrograms:
         added: jax.Array = self._total(parts)
         return added
 
+    def loss_of_sums(self, sums: Sequence[Sequence[Any]], scale: jax.Array) -> LossOfStep:
+        """The loss over the whole step, of what chunks gave per microbatch.
+
+        Args:
+          sums: per chunk that gives some, per microbatch, a tuple over its layers.
+          scale: 1 / supervised tokens of the step.
+        """
+        loss, derivatives, figures = self._of_sums(tuple(map(tuple, sums)), scale)
+        return LossOfStep(loss=loss, derivatives=derivatives, figures=figures)
+
+    def _loss_of_sums(self, parts: Any, scale: jax.Array) -> Any:
+        """(sums per chunk and microbatch [1, ...], scale) -> as `LossOfStep`."""
+        of_step = self._model.loss_of_sums
+        if of_step is None:
+            raise UserError(
+                "a layer gives sums, but the model has no loss_of_sums that says what they are for"
+            )
+        add = functools.partial(jax.tree.map, lambda *same: sum(same[1:], start=same[0]))
+        own = jax.tree.map(lambda part: part[0], tuple(add(*of_chunk) for of_chunk in parts))
+        totals = jax.lax.psum(own, DATA_AXIS)
+
+        def loss(chunks: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+            return of_step(tuple(itertools.chain.from_iterable(chunks)))
+
+        (value, figures), derivatives = jax.value_and_grad(loss, has_aux=True)(totals)
+        return value[None] / scale, derivatives, figures
+
     def gives(self, layer_fns: LayerFns, trees: Any, x: jax.Array, batch: Any) -> Gives:
         """What a chunk's layers give beside x, read off the trace of `forward` on such arrays.
 
@@ -117,8 +165,12 @@ class ComputePrograms:
         """
         if layer_fns not in self._gives:
             traced = self.forward(layer_fns).trace(trees, x, batch)
+            output = traced.out_info
+            if not isinstance(output, LayerOutput):
+                output = LayerOutput(output)
             self._gives[layer_fns] = Gives(
-                aux=isinstance(traced.out_info, LayerOutput),
+                aux=output.aux is not None,
+                sums=output.sums is not None,
                 decided=named_bytes(traced.jaxpr, DECIDED) > 0,
             )
         return self._gives[layer_fns]
@@ -131,10 +183,12 @@ class ComputePrograms:
           above: another chunk, whose accumulated gradients are summed over the devices meanwhile.
 
         Returns:
-          The program (trees, x before the chunk, [kept results,] dy, batch, sums or None, [scale])
-          -> (dx, sums), where sums are trees of [G, ...], each device's own gradients, and scale is
-          1 / supervised tokens of the step, if a layer has an auxiliary loss; with `above`,
-          (its gradients, the same arguments) -> (as `WirePrograms.pack` does, (dx, sums)).
+          The program (trees, x before the chunk, [kept results,] dy, batch, sums or None, [scale],
+          [derivatives]) -> (dx, sums), where sums are trees of [G, ...], each device's own
+          gradients, scale is 1 / supervised tokens of the step, if a layer has an auxiliary loss,
+          and derivatives are those that `loss_of_sums` gives for the chunk, if a layer gives sums;
+          with `above`, (its gradients, the same arguments) -> (as `WirePrograms.pack` does,
+          (dx, sums)).
         """
         name = kind, None if above is None else above.structure
         if name not in self._backward:
@@ -161,7 +215,8 @@ class ComputePrograms:
     def _make_forward(self, layer_fns: LayerFns) -> jax.stages.Wrapped:
         """(trees per layer, x, batch) -> x after the chunk's layers.
 
-        Where a layer has an auxiliary loss, `LayerOutput` with their sums [G].
+        Where a layer gives more, `LayerOutput` with their sums [G] and, of each layer that gives
+        some, what a loss over the whole step is made of [G, ...].
         """
 
         def body(trees: Any, x: jax.Array, batch: Any) -> jax.Array | LayerOutput:
@@ -182,21 +237,19 @@ class ComputePrograms:
         return self._on_devices(body, (SAME, ROWS, ROWS, ROWS), (ROWS, ROWS), donate=(3,))
 
     def _make_backward_body(self, kind: ChunkKind) -> Body:
-        """(trees, x before the chunk, dy, batch, sums or None, [scale]) -> (dx, sums of gradients).
+        """(trees, x, dy, batch, sums or None, [scale], [derivatives]) -> (dx, sums of gradients).
 
         Recomputes the chunk. Sums are in fp32 with `widen`, else in the compute dtype. Frozen
         leaves have none; without `needs_dx`, dx is None.
         """
 
-        def body(
-            trees: Any, x: jax.Array, dy: jax.Array, batch: Any, sums: Any, *scale: jax.Array
-        ) -> Any:
+        def body(trees: Any, x: jax.Array, dy: jax.Array, batch: Any, sums: Any, *more: Any) -> Any:
             chosen, frozen = choose(trees, kind.trained)
 
             def forward(chosen: Any, x: jax.Array) -> jax.Array | LayerOutput:
                 return apply_layers(kind.layer_fns, merge(chosen, frozen), x, batch)
 
-            d_output = cotangent(dy, scale)
+            d_output = cotangent(kind, dy, more)
             if kind.needs_dx:
                 gradients, dx = jax.vjp(forward, chosen, x)[1](d_output)
             else:
@@ -205,7 +258,7 @@ class ComputePrograms:
 
         return Body(
             function=body,
-            inputs=(SAME, ROWS, ROWS, ROWS, ROWS, *([SAME] if kind.gives_aux else [])),
+            inputs=(SAME, ROWS, ROWS, ROWS, ROWS, *kind_inputs(kind)),
             donate=(2, 4) if kind.needs_dx else (4,),
         )
 
@@ -272,11 +325,13 @@ class ComputePrograms:
 
     def _embed_gradients(self, embed: Any, batch: Any, dx: jax.Array) -> Any:
         """Rows that occur often add up in fp32: the lookup is differentiated at fp32 weights."""
+        embed_for = self._model.embed_for
+        embed_fn = self._model.embed_fn if embed_for is None else embed_for(self.compute_dtype)
         wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), embed)
         (chosen,), (frozen,) = choose((wide,), self._embed_trained)
 
         def lookup(chosen: Any) -> jax.Array:
-            return self._model.embed_fn(merge(chosen, frozen), batch).astype(dx.dtype)
+            return embed_fn(merge(chosen, frozen), batch).astype(dx.dtype)
 
         return jax.vjp(lookup, chosen)[1](dx)[0]
 

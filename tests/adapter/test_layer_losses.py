@@ -67,7 +67,10 @@ def adapt(kinds, choose, **changes):
     return slidedp_jax.adapt(tree, **(parts | changes)).model
 
 
-@pytest.mark.parametrize(("devices", "micro", "kept", "layers"), [(1, 2, 2, 1), (3, 1, 0, 2)])
+@pytest.mark.parametrize(
+    ("devices", "micro", "kept", "layers"),
+    [(3, 1, 0, 2), pytest.param(1, 2, 2, 1, marks=pytest.mark.thorough)],
+)
 def test_steps_are_those_of_plain_optax(devices, micro, kept, layers):
     host = ErringHost()
     model = adapt(KINDS, lambda scores: decided(host(scores)), check_loss=False)

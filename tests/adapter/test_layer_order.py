@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from lanes import mostly_thorough
 from plain_steps import next_token_loss, token_batches
 from streamed_steps import strategy
 from toy_nnx import sum_of_losses
@@ -201,7 +202,9 @@ def as_lists(number):
 
 
 @pytest.mark.parametrize("number", MANY)
-@pytest.mark.parametrize("kind", TREES)
+@pytest.mark.parametrize(
+    "kind", mostly_thorough(TREES, ("list", "sorted as text", "any order", "two numbers"))
+)
 def test_trees(kind, number):
     adapted = adapted_tree(TREES[kind], number)
     keys = {
@@ -215,7 +218,7 @@ def test_trees(kind, number):
     assert_trained(result, ["table", *names, "out"])
 
 
-@pytest.mark.parametrize("number", (12, 101))
+@pytest.mark.parametrize("number", MANY)
 @pytest.mark.parametrize("kind", MODULES)
 def test_modules(kind, number):
     stem = {"nnx list": "stack.", "nnx dict": "stack.b", "nnx attributes": "block_"}[kind]

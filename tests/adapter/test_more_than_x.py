@@ -64,7 +64,9 @@ def indexed(layer, x, index):
     return mix(layer, x, rate * (x @ layer["k"]))
 
 
-@pytest.mark.parametrize(("devices", "layers", "kept"), [(2, 3, 0), (1, 1, 2)])
+@pytest.mark.parametrize(
+    ("devices", "layers", "kept"), [(2, 3, 0), pytest.param(1, 1, 2, marks=pytest.mark.thorough)]
+)
 def test_a_layers_index(devices, layers, kept):
     adapted = slidedp_jax.adapt(
         tree(), **PARTS, layer=lambda p, x, batch: indexed(p, x, batch["layer_index"])
@@ -123,7 +125,9 @@ SHARED_PARTS = PARTS | {
 }
 
 
-@pytest.mark.parametrize(("devices", "layers"), [(2, 3), (1, 1)])
+@pytest.mark.parametrize(
+    ("devices", "layers"), [(2, 3), pytest.param(1, 1, marks=pytest.mark.thorough)]
+)
 def test_values_for_the_layers_above(devices, layers):
     adapted = slidedp_jax.adapt(tree(), **SHARED_PARTS)
 
@@ -146,7 +150,7 @@ def test_values_for_the_layers_above(devices, layers):
     assert adapted.check(whole).largest_difference < 1e-4
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.thorough)])
 def test_parts_of_a_dict_come_back_as_they_were_joined(dtype):
     adapted = slidedp_jax.adapt(tree(), **SHARED_PARTS, check_loss=False)
     params = jax.tree.map(lambda a: a.astype(dtype), {"table": tree()["table"]})

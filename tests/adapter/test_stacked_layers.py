@@ -97,7 +97,7 @@ def test_an_nnx_model():
         return whole_loss(nnx.merge(graph, parameters, own), batch)
 
     plain_losses, plain = train_plainly(loss, parameters, adamw(), batches())
-    losses, trained = train(adapted, batches(), devices=3, layers=5)
+    losses, trained = train(adapted, batches(), devices=3, layers=2)
     plain = named_leaves(nnx.to_pure_dict(plain))
     assert_equal_training(losses, trained, plain_losses, apart(plain))
     assert adapted.write_back(trained) is model

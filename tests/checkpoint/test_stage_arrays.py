@@ -57,7 +57,9 @@ def test_stages_hold_all_parameters_and_their_state_uncopied():
             assert copy.deepcopy(arrays[MASTER]) is arrays[MASTER]
 
 
-@pytest.mark.parametrize(("vocab_size", "rows"), [(300, 30), (307, 307)])
+@pytest.mark.parametrize(
+    ("vocab_size", "rows"), [(300, 30), pytest.param(307, 307, marks=pytest.mark.thorough)]
+)
 def test_large_arrays_are_cut_if_they_can_be_and_come_back(vocab_size, rows, tmp_path, monkeypatch):
     """32 numbers of 4 bytes a row: 30 rows are the most that divide 300; only 1 divides 307."""
     monkeypatch.setattr(checkpoint, "BYTES_PER_FILE_CHUNK", 4096)
@@ -105,7 +107,7 @@ class Watch:
         return watched
 
 
-@pytest.mark.parametrize("resident_chunks", [0, 4])
+@pytest.mark.parametrize("resident_chunks", [4, pytest.param(0, marks=pytest.mark.thorough)])
 def test_stages_under_way_take_no_more_memory_than_two_neighbours(
     resident_chunks, tmp_path, monkeypatch
 ):

@@ -24,8 +24,8 @@ VOCAB_SIZE = 272
 """Of the model; the tokenizer has 259, so no row ever holds the last thirteen ids."""
 
 
-def write_model(folder: pathlib.Path) -> pathlib.Path:
-    """A three-layer untied Qwen3 with a byte tokenizer and a ChatML template."""
+def write_model(folder: pathlib.Path, *, experts: int = 0) -> pathlib.Path:
+    """A three-layer untied Qwen3 with a byte tokenizer and a ChatML template; or an OLMoE."""
     folder.mkdir(parents=True)
     DEMO["write_tokenizer"](folder, [], 259)
     config = DEMO["model_config"](VOCAB_SIZE) | {
@@ -38,6 +38,8 @@ def write_model(folder: pathlib.Path) -> pathlib.Path:
         "head_dim": 16,
         "tie_word_embeddings": False,
     }
+    if experts:
+        config = DEMO["with_experts"](config, experts)
     tensors = DEMO["initial_weights"](config, 0)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"][::-1].copy()
     (folder / "config.json").write_text(json.dumps(config))

@@ -37,7 +37,7 @@ def rates(inputs, rows, **settings) -> dict[int, float]:
     }
 
 
-@pytest.mark.parametrize("hardware", ["rtx4090", "cpu"])
+@pytest.mark.parametrize("hardware", ["rtx4090", pytest.param("cpu", marks=pytest.mark.thorough)])
 def test_auto_is_the_smallest_that_is_nearly_the_fastest(
     hardware, inputs, many_rows, tmp_path, capsys
 ):

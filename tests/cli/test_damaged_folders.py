@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from lanes import mostly_thorough
 from runs import ROOT, checkpoints, differing, losses, metrics, state, tree_of, wait_for
 
 from slidedp_jax.checkpoint.save_restore import keep_last, list_steps
@@ -45,7 +46,7 @@ def assert_same(out, finished):
 # A cut at any byte.
 
 
-@pytest.mark.parametrize("share", [0, 1e-9, 0.3, 0.5, 0.9999])
+@pytest.mark.parametrize("share", mostly_thorough([0, 1e-9, 0.3, 0.5, 0.9999], (0.5,)))
 def test_a_cut_run_json_does_not_put_checkpoints_out_of_reach(
     inputs, stopped, finished, share, capsys
 ):
@@ -96,7 +97,7 @@ def test_a_cut_run_json_without_checkpoints_is_named(inputs, stopped, capsys):
     assert len(losses(stopped)) == 6
 
 
-@pytest.mark.parametrize("cut", [1, 100, 700])
+@pytest.mark.parametrize("cut", mostly_thorough([1, 100, 700], (100,)))
 def test_a_cut_log_keeps_its_whole_lines(inputs, stopped, finished, cut):
     raw = (stopped / "metrics.jsonl").read_bytes()
     lines = raw.splitlines(keepends=True)
@@ -110,7 +111,7 @@ def test_a_cut_log_keeps_its_whole_lines(inputs, stopped, finished, cut):
     assert [m["step"] for m in metrics(stopped)] == [1, 2, 3, 5, 6]
 
 
-@pytest.mark.parametrize("share", [0, 0.5, 0.9999])
+@pytest.mark.parametrize("share", mostly_thorough([0, 0.5, 0.9999], (0.9999,)))
 def test_a_cut_checkpoint_is_named_with_what_to_do(inputs, stopped, finished, share, capsys):
     path = stopped / "checkpoints" / "step_00000004" / "trainer.json"
     raw = path.read_bytes()
@@ -202,10 +203,11 @@ def test_half_removed_checkpoints_do_not_count(tmp_path, monkeypatch):
     ("changes", "named"),
     [
         ({"rope_theta": 12345.0}, ["rope_theta was", "now 12345.0"]),
-        ({"rms_norm_eps": 1e-4}, ["rms_norm_eps was"]),
-        (
+        pytest.param({"rms_norm_eps": 1e-4}, ["rms_norm_eps was"], marks=pytest.mark.thorough),
+        pytest.param(
             {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
             ["layer_windows was [None, None, None], now [None, 8, 8]"],
+            marks=pytest.mark.thorough,
         ),
     ],
     ids=str,
@@ -256,7 +258,11 @@ def fails_to_save(patch):
 
 
 @pytest.mark.parametrize(
-    "failing", [fails_to_plan, fails_to_load, fails_in_the_first_step, fails_to_save]
+    "failing",
+    mostly_thorough(
+        [fails_to_plan, fails_to_load, fails_in_the_first_step, fails_to_save],
+        (fails_to_load, fails_to_save),
+    ),
 )
 def test_a_run_that_was_to_be_overwritten_survives_every_later_error(
     inputs, finished, tmp_path, monkeypatch, failing

@@ -164,6 +164,7 @@ def filled_while_running(inputs, out, disk, leave, **settings):
     return process.returncode, "".join(said) + rest, error
 
 
+@pytest.mark.thorough
 def test_a_last_save_that_does_not_fit_is_one_line_and_the_weights_are_exported(
     inputs, straight, small_disk
 ):

@@ -264,7 +264,7 @@ def test_a_final_evaluation_that_is_missing_is_made(inputs, going_on, held_out, 
     assert one["eval_supervised_tokens"] > other["eval_supervised_tokens"]
 
 
-@pytest.mark.parametrize("step", [2, 4])
+@pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.thorough), 4])
 def test_an_evaluation_that_was_due_when_a_signal_came_is_made(
     inputs, tmp_path, held_out, capsys, monkeypatch, step
 ):

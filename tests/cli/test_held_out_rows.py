@@ -6,7 +6,7 @@ import pytest
 from runs import metrics, write_rows
 
 from slidedp_jax.models import attention
-from slidedp_jax.models.attention import ComputeTarget
+from slidedp_jax.models.compute_target import ComputeTarget
 from slidedp_jax.step.pipeline import Pipeline
 from slidedp_jax.train import main
 
@@ -16,7 +16,7 @@ def evaluations(out):
     return [record for record in lines if "eval_loss" in record]
 
 
-@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("packing", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_the_rows_of_a_step_are_evaluated_to_its_loss(inputs, tmp_path, packing):
     """All rows make one step, in their order; the weights stay as they are."""
     num_rows = 52 if packing else 16

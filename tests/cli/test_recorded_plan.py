@@ -1,6 +1,7 @@
 """What decides the last bits of a run is what its folder says, not a search made again."""
 
 import json
+import re
 
 import pytest
 from runs import differing, losses, state
@@ -28,10 +29,11 @@ def test_a_resumed_run_takes_its_own_plan(inputs, tmp_path, capsys, another_sear
     inputs.train(out, **FREE | {"max_steps": 2})
     assert chosen(out)["layers_per_chunk"] == 2
     monkeypatch.undo()
-    fresh, straight = tmp_path / "fresh", tmp_path / "straight"
-    inputs.train(fresh, **FREE)
-    assert chosen(fresh)["layers_per_chunk"] != 2  # the search finds something else by itself
+    straight = tmp_path / "straight"
     capsys.readouterr()
+    inputs.train(tmp_path / "fresh", dry_run=True, verbose=True, **FREE)
+    found = re.search(r"layers_per_chunk +(\d+)", capsys.readouterr().out)
+    assert int(found[1]) != 2  # the search finds something else by itself
     inputs.train(out, **FREE)
     assert chosen(out)["layers_per_chunk"] == 2
     assert "planned anew" not in capsys.readouterr().out
@@ -40,6 +42,7 @@ def test_a_resumed_run_takes_its_own_plan(inputs, tmp_path, capsys, another_sear
     assert differing(state(out, 4), state(straight, 4)) == []
 
 
+@pytest.mark.thorough
 def test_the_checkpoints_own_plan_counts_not_that_of_a_start_that_came_to_nothing(
     inputs, tmp_path, another_search, monkeypatch
 ):
@@ -68,6 +71,7 @@ def test_a_run_without_a_checkpoint_starts_again_by_its_plan(
     assert chosen(out)["layers_per_chunk"] == 2
 
 
+@pytest.mark.thorough
 def test_what_decides_plans_may_be_changed_and_that_is_said(
     inputs, tmp_path, capsys, another_search, monkeypatch
 ):

@@ -116,6 +116,7 @@ def test_settings(refused):
     assert "hardware" in refused(hardware="h200")
 
 
+@pytest.mark.thorough
 def test_a_column_of_processes_ends_without_traceback(inputs, tmp_path):
     """The same in a process of its own: what a shell sees."""
     done = inputs.run(tmp_path / "out", train_file=tmp_path / "nowhere.jsonl")

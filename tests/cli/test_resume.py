@@ -113,6 +113,7 @@ def test_other_devices_and_chunks_continue(
         np.testing.assert_allclose(value, expected[name], rtol=0, atol=1e-3 * scale, err_msg=name)
 
 
+@pytest.mark.thorough
 def test_another_batch_size_is_pointed_out(inputs, straight, tmp_path, capsys):
     out = cut_back(straight, tmp_path / "run", 6)
     inputs.train(out, max_steps=7, per_device_train_batch_size=6)
@@ -122,6 +123,7 @@ def test_another_batch_size_is_pointed_out(inputs, straight, tmp_path, capsys):
     assert len(metrics(out)[-1]["row_ids"]) == 48
 
 
+@pytest.mark.thorough
 def test_a_longer_run_says_that_the_learning_rate_jumps_and_may_be_cut_otherwise(
     inputs, tmp_path, capsys
 ):

@@ -35,7 +35,7 @@ def epochs_of(steps):
         # (rows per device, accumulation) of 8 devices: 8 rows, then 16, and so on
         ((1, 1), 3, (2, 1), 1, [8, 8, 8, 16, 8]),
         pytest.param((2, 1), 2, (1, 1), 1, [16, 16, 8, 8], marks=pytest.mark.thorough),
-        ((1, 1), 5, (3, 2), 2, [8] * 5 + [8, 48]),
+        pytest.param((1, 1), 5, (3, 2), 2, [8] * 5 + [8, 48], marks=pytest.mark.thorough),
         pytest.param((3, 1), 3, (1, 3), 2.5, [24] * 3 + [24, 24], marks=pytest.mark.thorough),
         pytest.param((5, 1), 2, (1, 2), 1, [40, 8], marks=pytest.mark.thorough),
     ],
@@ -71,6 +71,7 @@ def test_every_row_once_per_epoch(inputs, tmp_path, capsys, first, steps, then, 
     assert rows_taken(out) == taken
 
 
+@pytest.mark.thorough
 def test_other_devices_take_what_is_left(inputs, tmp_path):
     out = tmp_path / "run"
     inputs.train(out, rows_per_microbatch=1, per_device_train_batch_size=2, max_steps=1)

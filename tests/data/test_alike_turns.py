@@ -9,6 +9,7 @@ import pytest
 import template_texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lanes import mostly_thorough
 
 from slidedp_jax.data import alike_turns, spans
 from slidedp_jax.data.chat_template import ChatTemplate
@@ -88,7 +89,10 @@ def located(row, template, specials):
         return str(error)
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+OFTEN = ("CHATML", "DROPS_OLD_REASONING", "INSTRUCTION", "CALLS_AS_JSON", "headed EOS_AT_THE_END")
+
+
+@pytest.mark.parametrize("name", mostly_thorough(TEMPLATES, OFTEN))
 def test_spans_are_those_of_measuring_each(name):
     template = COMPILED[name]
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from slidedp_jax.models.config import ModelConfig
 from slidedp_jax.models.decoder import build
-from slidedp_jax.models.streamed import Batch, Stage, StreamedModel
+from slidedp_jax.models.streamed import Batch, LayerOutput, Stage, StreamedModel
 
 
 def built(config: ModelConfig, *, loss_chunk_tokens: int) -> StreamedModel:
@@ -98,10 +98,18 @@ def random_values(model: StreamedModel, seed: int = 0) -> dict[str, np.ndarray]:
 
 def hidden_states(model: StreamedModel, trees, batch: Batch):
     """The residual stream after the last layer."""
-    x = model.embed_fn(trees["embed"], batch)
+    return hidden_states_and_sums(model, trees, batch)[0]
+
+
+def hidden_states_and_sums(model: StreamedModel, trees, batch: Batch):
+    """The residual stream after the last layer, and what layers give for a loss over the step."""
+    x, sums = model.embed_fn(trees["embed"], batch), []
     for layer_fn, params in zip(model.layer_fns, trees["layers"], strict=True):
-        x = layer_fn(params, x, batch)
-    return x
+        output = layer_fn(params, x, batch)
+        x = output.x if isinstance(output, LayerOutput) else output
+        if isinstance(output, LayerOutput):
+            sums.append(output.sums)
+    return x, tuple(sums)
 
 
 def logits(model: StreamedModel, trees, batch: Batch):

@@ -59,7 +59,8 @@ def test_row_layout_is_read_off_the_batch():
 
 
 def test_this_device_is_described():
-    assert device_target(jax.devices("cpu")[0]) == CPU
+    device = jax.devices("cpu")[0]
+    assert device_target(device) == ComputeTarget(platform="cpu", device_kind=device.device_kind)
 
 
 def test_offsets_are_given_only_where_a_document_is():

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import plain_model
 import pytest
+from lanes import mostly_thorough
 
 from slidedp_jax.models import cached_layers
 from slidedp_jax.models.config import RopeParameters, named_config
@@ -34,6 +35,25 @@ CASES = {
     "linear-window-of-one": {
         "layer_windows": (1, 3),
         "rope_parameters": RopeParameters(rope_type="linear", factor=2.0),
+    },
+    "experts": {
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 24,
+        "sparse_layers": (False, True),
+        "qk_norm_per_head": False,
+        "clip_qkv": 0.5,
+    },
+    "gemma": {
+        "layer_windows": (5, None),
+        "local_rope_parameters": RopeParameters(rope_theta=100.0),
+        "tie_word_embeddings": True,
+        "hidden_act": "gelu_pytorch_tanh",
+        "norms_add_one": True,
+        "norms_after": True,
+        "scale_embeddings": True,
+        "query_pre_attn_scalar": 24.0,
     },
     "yarn": {"rope_parameters": RopeParameters(rope_type="yarn", **STRETCHED)},
     "dynamic-to-the-last-position": {
@@ -93,7 +113,7 @@ def cached_logits(model, trees, ids, prompt_lengths):
         yield logits
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", mostly_thorough(CASES, ("windows", "llama3-tied-biases-no-norm")))
 def test_each_position_of_unequal_rows_equals_the_full_forward_pass(case):
     model = build(dataclasses.replace(TINY, **CASES[case]))
     trees = plain_model.model_arrays(model, plain_model.random_values(model))

@@ -30,10 +30,16 @@ def packed_segments(num_tokens):
     return jnp.asarray(np.stack([first, second]), jnp.int32)
 
 
-@pytest.mark.parametrize("segmented", [False, True])
+EDGES = [(1, None), (15, None), (16, None), (17, None), (50, None), (50, 1), (50, 16), (64, 21)]
+OFTEN = {(16, None, False), (17, None, True), (64, 21, False), (50, 16, True)}
+
+
 @pytest.mark.parametrize(
-    ("num_tokens", "window"),
-    [(1, None), (15, None), (16, None), (17, None), (50, None), (50, 1), (50, 16), (64, 21)],
+    ("num_tokens", "window", "segmented"),
+    [
+        pytest.param(*case, marks=() if case in OFTEN else pytest.mark.thorough)
+        for case in ((*edge, segmented) for edge in EDGES for segmented in (False, True))
+    ],
 )
 def test_equals_the_full_score_matrix(num_tokens, window, segmented):
     q, k, v, d_out = draw(num_tokens)

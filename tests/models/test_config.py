@@ -23,6 +23,11 @@ PUBLISHED_COUNTS = {
     "llama-3.1-70b": 70_553_706_496,
     "llama-3.2-1b": 1_235_814_400,
     "mistral-7b-v0.3": 7_248_023_552,
+    "gemma-3-1b": 999_885_952,
+    "olmoe-1b-7b": 6_919_161_856,
+    "qwen1.5-moe-a2.7b": 14_315_784_192,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "mixtral-8x7b": 46_702_792_704,
 }
 
 
@@ -50,6 +55,37 @@ def test_shapes_equal_those_of_the_modules(name):
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("olmoe-1b-7b", 1.3),
+        ("qwen1.5-moe-a2.7b", 2.7),
+        ("qwen3-30b-a3b", 3.35),
+        ("qwen3-235b-a22b", 22),
+        ("mixtral-8x7b", 12.9),
+    ],
+)
+def test_active_parameters_are_the_published_ones(name, billions):
+    assert named_config(name).num_active_parameters == pytest.approx(billions * 1e9, rel=0.02)
+
+
+def test_dense_models_are_active_as_a_whole():
+    config = named_config("qwen3-4b")
+    assert config.num_active_parameters == config.num_parameters
+
+
+def test_layers_with_and_without_experts_count_apart():
+    every = named_config("tiny-moe")
+    other = ModelConfig(**(vars(every) | {"sparse_layers": (False, True) * 2}))
+    assert other.num_layer_parameters == every.num_layer_parameters
+    # Experts 6 x 3 x 44 x 64 and a router of 6 x 64, against 3 x 160 x 64.
+    assert every.num_parameters - other.num_parameters == 2 * (50_688 + 384 - 30_720)
+    dense, sparse = other.layer_shapes(0), other.layer_shapes(1)
+    assert dense["mlp.gate_proj.weight"] == (160, 64)
+    assert sparse["mlp.experts.gate_up_proj"] == (6, 88, 64)
+    assert not {name for name in dense if "experts" in name}
+
+
 def test_every_bias_flag_adds_its_parameters():
     plain = named_config("tiny")
     flags = {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True}
@@ -68,10 +104,15 @@ def test_every_bias_flag_adds_its_parameters():
     [
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple"),
         ({"head_dim": 15}, "head_dim is 15"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: 'silu'"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: 'silu', 'gelu_pytorch_tanh'"),
         ({"layer_windows": (None, 8)}, "2 entries for 4 layers"),
         ({"layer_windows": (0,) * 4}, "a window is at least 1"),
         ({"vocab_size": 0}, "vocab_size is 0"),
+        ({"num_experts_per_tok": 2}, "num_experts is 0, but num_experts_per_tok says otherwise"),
+        ({"num_experts": 4, "moe_intermediate_size": 8}, "num_experts_per_tok is 0"),
+        ({"num_experts": 4, "num_experts_per_tok": 2}, "moe_intermediate_size is 0"),
+        ({"sparse_layers": (True,)}, "1 entries for 4 layers"),
+        ({"clip_qkv": -1.0}, "clip_qkv is -1.0"),
     ],
 )
 def test_numbers_that_do_not_fit_are_refused(change, message):

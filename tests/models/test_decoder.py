@@ -67,11 +67,14 @@ def packed_batch(documents, width):
     "changes",
     [
         {},
-        {"layer_windows": (5, None)},
-        {
-            "max_position_embeddings": 8,
-            "rope_parameters": RopeParameters(rope_type="dynamic", factor=2.0),
-        },
+        pytest.param({"layer_windows": (5, None)}, marks=pytest.mark.thorough),
+        pytest.param(
+            {
+                "max_position_embeddings": 8,
+                "rope_parameters": RopeParameters(rope_type="dynamic", factor=2.0),
+            },
+            marks=pytest.mark.thorough,
+        ),
     ],
     ids=["full", "window", "dynamic-rope"],
 )
@@ -116,7 +119,7 @@ def test_layers_of_one_kind_share_one_function():
     assert first is not second
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_runs_per_device_inside_shard_map(check_vma):
     model = plain_model.built(variant(), loss_chunk_tokens=16)
     trees = plain_model.model_arrays(model, plain_model.random_values(model))

@@ -14,6 +14,16 @@ LLAMA = {
 MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 QWEN3 = {**QWEN2, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32}
 
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+QWEN3_MOE = {**QWEN3, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+QWEN3_MOE |= EXPERTS
+QWEN2_MOE = {**QWEN2, "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe"}
+QWEN2_MOE |= EXPERTS | {"shared_expert_intermediate_size": 96}
+MIXTRAL = {**LLAMA, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+MIXTRAL |= {"num_local_experts": 8, "num_experts_per_tok": 2}
+OLMOE = {**LLAMA, "architectures": ["OlmoeForCausalLM"], "model_type": "olmoe"}
+OLMOE |= {"num_experts": 8, "num_experts_per_tok": 2, "clip_qkv": 8.0}
+
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -210,6 +220,164 @@ def test_rope_kinds_and_their_defaults(rope, expected):
 def test_what_is_not_supported_is_refused_by_name(raw, message):
     with pytest.raises(ValueError, match=message):
         parse_config(raw)
+
+
+@pytest.mark.parametrize(
+    ("raw", "fields"),
+    [
+        (
+            QWEN3_MOE | {"norm_topk_prob": True, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+            {
+                "moe_intermediate_size": 48,
+                "norm_topk_prob": True,
+                "sparse_layers": (False, True, False, False),
+                "qk_norm": True,
+                "attention_bias": False,
+            },
+        ),
+        (QWEN3_MOE | {"output_router_logits": True}, {"router_aux_loss_coef": 0.001}),
+        (QWEN3_MOE | {"router_aux_loss_coef": 0.5}, {"router_aux_loss_coef": 0.0}),
+        (
+            QWEN2_MOE,
+            {
+                "shared_expert_intermediate_size": 96,
+                "norm_topk_prob": False,
+                "attention_bias": True,
+                "attention_output_bias": False,
+            },
+        ),
+        (QWEN2_MOE | {"qkv_bias": False}, {"attention_bias": False}),
+        (
+            MIXTRAL | {"output_router_logits": True, "router_aux_loss_coef": 0.02},
+            {
+                "moe_intermediate_size": 160,
+                "norm_topk_prob": True,
+                "router_aux_loss_coef": 0.02,
+                "rms_norm_eps": 1e-6,
+                "rope_parameters": RopeParameters(rope_theta=1e6),
+            },
+        ),
+        (MIXTRAL | {"sliding_window": 8}, {"layer_windows": (8,) * 4}),
+        (
+            without(OLMOE, "num_key_value_heads", "rms_norm_eps"),
+            {
+                "clip_qkv": 8.0,
+                "qk_norm_per_head": False,
+                "num_key_value_heads": 4,
+                "rms_norm_eps": 1e-5,
+                "norm_topk_prob": False,
+                "rope_parameters": RopeParameters(),
+            },
+        ),
+        (OLMOE | {"output_router_logits": True}, {"router_aux_loss_coef": 0.01}),
+        (without(OLMOE, "num_experts") | {"num_local_experts": 4}, {"num_experts": 4}),
+    ],
+)
+def test_what_experts_are_follows_the_family(raw, fields):
+    config = parse_config(raw)
+    assert {name: getattr(config, name) for name in fields} == fields
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (QWEN3 | {"num_experts": 4}, "sets num_experts to 4"),
+        (QWEN3 | {"clip_qkv": 4.0}, "sets clip_qkv to 4.0"),
+        (QWEN3_MOE | {"clip_qkv": 4.0}, "sets clip_qkv to 4.0"),
+        (without(QWEN3_MOE, "num_experts"), "lacks num_experts, which qwen3_moe"),
+        (without(QWEN3_MOE, "moe_intermediate_size"), "lacks moe_intermediate_size"),
+        (without(QWEN2_MOE, "shared_expert_intermediate_size"), "lacks shared_expert"),
+        (QWEN3_MOE | {"num_local_experts": 4}, r"num_experts and num_local_experts of \[4, 8\]"),
+        (QWEN3_MOE | {"mlp_only_layers": [0, 1, 2, 3]}, "no layer has experts"),
+        (MIXTRAL | {"router_jitter_noise": 0.1}, "router_jitter_noise to 0.1"),
+        (MIXTRAL | {"num_experts_per_tok": 9}, "num_experts_per_tok is 9"),
+        (
+            QWEN2_MOE | {"use_sliding_window": True, "sliding_window": 8},
+            "differ in which layers of a qwen2_moe",
+        ),
+    ],
+)
+def test_experts_that_are_not_supported_are_refused_by_name(raw, message):
+    with pytest.raises(ValueError, match=message):
+        parse_config(raw)
+
+
+# As published for google/gemma-3-1b-it, with other sizes.
+GEMMA = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "head_dim": 32,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "max_position_embeddings": 512,
+    "model_type": "gemma3_text",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 7,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 16,
+    "sliding_window_pattern": 6,
+    "vocab_size": 272,
+}
+NEW_GEMMA = without(GEMMA, "rope_local_base_freq", "rope_theta", "sliding_window_pattern") | {
+    "layer_types": ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 1000000},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000},
+    },
+}
+
+
+def test_every_field_of_a_gemma_in_both_layouts():
+    assert parse_config(GEMMA) == ModelConfig(
+        model_type="gemma3_text",
+        vocab_size=272,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=7,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=32,
+        tie_word_embeddings=True,
+        max_position_embeddings=512,
+        qk_norm=True,
+        rope_parameters=RopeParameters(rope_theta=1e6),
+        local_rope_parameters=RopeParameters(rope_theta=1e4),
+        layer_windows=(16,) * 5 + (None, 16),
+        hidden_act="gelu_pytorch_tanh",
+        norms_add_one=True,
+        norms_after=True,
+        scale_embeddings=True,
+        query_pre_attn_scalar=256.0,
+    )
+    assert parse_config(NEW_GEMMA) == parse_config(GEMMA)
+    scaled = parse_config(GEMMA | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}})
+    assert scaled.rope_parameters == RopeParameters(rope_type="linear", rope_theta=1e6, factor=8.0)
+    assert scaled.local_rope_parameters == RopeParameters()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping to 50.0"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping to 30.0"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"hidden_activation": "gelu"}, "hidden_act is 'gelu'"),
+        ({"layer_types": ["full_attention"]}, "1 layer_types"),
+        ({"model_type": "gemma3", "architectures": None}, "'gemma3', which is not supported"),
+    ],
+)
+def test_other_gemmas_are_refused_by_name(change, message):
+    with pytest.raises(ValueError, match=message):
+        parse_config(GEMMA | change)
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path):

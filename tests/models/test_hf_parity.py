@@ -6,8 +6,10 @@ import jax
 import numpy as np
 import plain_model
 import pytest
+from lanes import mostly_thorough
 from safetensors.numpy import load_file
 
+from slidedp_jax.models.decoder import build
 from slidedp_jax.models.hf_config import parse_config, read_config
 from slidedp_jax.models.hf_export import export
 from slidedp_jax.models.hf_load import load_parameters
@@ -32,6 +34,9 @@ SHAPES = {
 def rope(kind, **parameters):
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4} | parameters}
 
+
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+EXPERTS |= rope("default")
 
 CASES = {
     "qwen2": ("Qwen2", rope("default", rope_theta=1e6)),
@@ -86,6 +91,33 @@ CASES = {
         ),
     ),
     "mistral-window": ("Mistral", {"sliding_window": 7, "head_dim": 24} | rope("default")),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        EXPERTS | {"head_dim": 32, "norm_topk_prob": True, "num_experts_per_tok": 3},
+    ),
+    "qwen3_moe-dense-among-them": (
+        "Qwen3Moe",
+        EXPERTS
+        | {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+        | {"attention_bias": True},
+    ),
+    "qwen2_moe": ("Qwen2Moe", EXPERTS | {"shared_expert_intermediate_size": 48}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": 9} | rope("default")),
+    "gemma3": (
+        "Gemma3Text",
+        {"head_dim": 32, "sliding_window": 9, "query_pre_attn_scalar": 24, "num_hidden_layers": 3}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        | {
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5},
+            }
+        },
+    ),
+    "olmoe-clipped": (
+        "Olmoe",
+        {"num_experts": 6, "num_experts_per_tok": 2, "clip_qkv": 0.5} | rope("default"),
+    ),
 }
 
 
@@ -94,11 +126,12 @@ def reference_model(family, changes):
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**(SHAPES | changes))
     config._attn_implementation = "eager"
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    name = family.removesuffix("Text")
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
-                parameter.normal_(1.0, 0.2)
+                parameter.normal_(0.0 if family == "Gemma3Text" else 1.0, 0.2)
             elif name.endswith(".bias"):
                 parameter.normal_(0.0, 0.5)
             else:
@@ -138,7 +171,10 @@ def our_logits_and_gradients(folder, ids):
     return np.asarray(logits), float(loss), plain_model.flat_names(model, gradients)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    mostly_thorough(CASES, ("qwen2-windows", "qwen3-tied", "llama-llama3", "llama-mha-yarn")),
+)
 def test_logits_and_every_gradient_equal_transformers(tmp_path, case):
     model = reference_model(*CASES[case])
     model.save_pretrained(tmp_path, max_shard_size="100KB")
@@ -153,7 +189,9 @@ def test_logits_and_every_gradient_equal_transformers(tmp_path, case):
         assert error <= 1e-4 * np.linalg.norm(expected), name
 
 
-@pytest.mark.parametrize("case", ["qwen2", "qwen3-tied", "llama-bias-dynamic"])
+@pytest.mark.parametrize(
+    "case", ["qwen2", "qwen3-tied", "llama-bias-dynamic", "qwen2_moe", "mixtral", "gemma3"]
+)
 def test_round_trip_loads_in_transformers_bit_for_bit(tmp_path, case):
     model = reference_model(*CASES[case])
     model.save_pretrained(tmp_path / "in", max_shard_size="100KB")
@@ -184,6 +222,48 @@ def test_round_trip_loads_in_transformers_bit_for_bit(tmp_path, case):
         for d in ("in", "out")
     ]
     assert tensors[0] == tensors[1]
+
+
+@pytest.mark.parametrize("case", ["qwen3_moe-dense-among-them", "mixtral", "olmoe-clipped"])
+@pytest.mark.parametrize("masked", [True, False])
+def test_the_loss_with_load_balance_and_its_gradients_equal_transformers(tmp_path, case, masked):
+    family, changes = CASES[case]
+    model = reference_model(
+        family, changes | {"output_router_logits": True, "router_aux_loss_coef": 0.7}
+    )
+    model.save_pretrained(tmp_path)
+    ids = np.random.default_rng(1).integers(0, SHAPES["vocab_size"], (2, NUM_TOKENS))
+    mask, labels = np.ones_like(ids), ids.copy()
+    if masked:
+        mask[0, 30:], labels[0, 30:] = 0, -100
+    got = model(torch.tensor(ids), attention_mask=torch.tensor(mask), labels=torch.tensor(labels))
+    got.loss.backward()
+    assert got.aux_loss > 0.5
+    config = read_config(tmp_path)
+    ours, values = build(config), {}
+    load_parameters(
+        tmp_path, config.parameter_shapes(), lambda name, value: values.update({name: value})
+    )
+    targets = np.pad(labels[:, 1:], ((0, 0), (0, 1)), constant_values=-100)
+    batch = plain_model.rows_batch(ids, targets)
+
+    def whole_loss(trees):
+        x, sums = plain_model.hidden_states_and_sums(ours, trees, batch)
+        embed = trees["embed"] if ours.tied else None
+        of_tokens = ours.head_loss_fn(trees["head"], embed, x, batch) / (targets != -100).sum()
+        of_routers, figures = ours.loss_of_sums(sums)
+        return of_tokens + of_routers, figures["load_balance_loss"]
+
+    (loss, balance), gradients = plain_model.quick_jit(
+        jax.value_and_grad(whole_loss, has_aux=True)
+    )(plain_model.model_arrays(ours, values))
+    assert float(balance) == pytest.approx(got.aux_loss.item(), rel=1e-5)
+    assert float(loss) == pytest.approx(got.loss.item(), rel=1e-5)
+    gradients = plain_model.flat_names(ours, gradients)
+    for name, parameter in model.named_parameters():
+        expected = parameter.grad.numpy()
+        error = np.linalg.norm(gradients[name] - expected)
+        assert error <= 1e-4 * np.linalg.norm(expected), name
 
 
 OLD_LAYOUTS = {

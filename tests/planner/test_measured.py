@@ -200,6 +200,12 @@ def test_full_steps_of_two_gpus(entry):
         workload, BatchShape(num_rows=rows, seq_length=SEQ_LENGTH), strategy, hardware
     )
     assert predicted.step_s == pytest.approx(statistics.median(entry["full_s"]), rel=ON_PAIR)
+    memory = memory_use(
+        workload, BatchShape(num_rows=rows, seq_length=SEQ_LENGTH), strategy, hardware
+    )
+    between_saves = memory.host_bytes - memory.host["state_in_passing"]
+    rss = entry["rss_gib"] * GIB
+    assert rss <= between_saves < max(1.05 * rss, rss + 2.5 * GIB)
 
 
 def _full_steps() -> list[tuple[str, float]]:

@@ -199,7 +199,11 @@ def test_host_bytes_by_hand(gradient_route, compute_dtype, bytes_per_parameter):
     assert host["optimizer_state"] == 8 * padded
     assert host["waiting_gradients"] == bytes_per_parameter * padded
     assert host["pinned_pool_overhead"] == 2 * MIB - bytes_per_parameter * padded
-    assert host["runtime_reserve"] == hardware.host_reserve_bytes
+    assert host["runtime_reserve"] == 4 * hardware.host_reserve_bytes
+    assert host["several_gpus"] == pytest.approx(GIB * math.sqrt(12 * padded / GIB))
+    alone = memory_use(_workload(4, tied=True), BATCH, strategy, named_hardware("h200")).host
+    assert alone["runtime_reserve"] == hardware.host_reserve_bytes
+    assert "several_gpus" not in alone
 
 
 def test_resident_state_by_hand():

@@ -21,6 +21,9 @@ def test_a_presets_own_name(name):
         ("meta-llama/Meta-Llama-3.1-8B-Instruct", "llama-3.1-8b"),
         ("meta-llama/Llama-2-7b-chat-hf", "llama-2-7b"),
         ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b-v0.3"),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b"),
+        ("allenai/OLMoE-1B-7B-0924", "olmoe-1b-7b"),
+        ("mistralai/Mixtral-8x7B-v0.1", "mixtral-8x7b"),
     ],
 )
 def test_names_of_the_hub(spelling, preset):
@@ -31,7 +34,7 @@ def test_names_of_the_hub(spelling, preset):
     ("spelling", "near"),
     [
         ("Qwen/Qwen3-8B-FP8", "qwen3-8b"),
-        ("Qwen/Qwen3-30B-A3B", "qwen3-32b"),
+        ("Qwen/Qwen3-30B-A4B", "qwen3-30b-a3b"),
         ("mistralai/Mistral-7B-v0.1", "mistral-7b-v0.3"),
         ("qwen3-8b-8b", "qwen3-8b"),
     ],

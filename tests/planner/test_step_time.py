@@ -72,6 +72,22 @@ def _strategy(**changes) -> Strategy:
     return Strategy(**(base | changes))
 
 
+def test_experts_are_all_read_and_multiplied_more_slowly():
+    """Two parameters a token, one of them grouped at half the rate: 2 s and 4 s forward."""
+    sparse = replace(
+        _stage(5, 2), unvisited_parameters=3, grouped_parameters=1, last_matmul_parameters=1
+    )
+    workload = replace(_workload(1, 5, 5, 4), layers=(sparse,))
+    slow = _hardware(grouped_matmul_share=0.5)
+    layer = chunk_durations(workload, BATCH, _strategy(), slow)[1]
+    assert layer.forward_s == pytest.approx(2 + 4)
+    # Recomputed but for the last product, which is grouped, and twice forward.
+    assert layer.backward_s == pytest.approx(2 + 2 * 6)
+    # Ten bytes of weights at 1 byte/s take longer than that.
+    reading = _hardware(grouped_matmul_share=0.5, device_memory_bytes_per_s=1.0)
+    assert chunk_durations(workload, BATCH, _strategy(), reading)[1].forward_s >= 10
+
+
 def test_durations_by_hand():
     # 3 parameters: copies 3 s; forward 4 s; backward 4 + 2 * 4; update 3 parameters at 0.5/s.
     layer = chunk_durations(

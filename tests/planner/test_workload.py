@@ -33,6 +33,21 @@ def test_model_flops_by_hand(tied):
     assert workload.model_flops_per_step(packed) == 3 * (matmul + attention)
 
 
+def test_flops_of_a_mixture_are_those_of_the_visited_experts():
+    config = replace(named_config("tiny-moe"), sparse_layers=(True, False) * 2)
+    workload = Workload.from_config(config)
+    # D 64, F 160, N 4, K 2, H 32; of 6 experts of width 44 a token visits 2.
+    attention = 64 * 128 + 2 * 64 * 64 + 128 * 64
+    sparse, dense = workload.layers[:2]
+    assert sparse.matmul_parameters == attention + 6 * 64 + 2 * 3 * 44 * 64
+    assert sparse.grouped_parameters == 2 * 3 * 44 * 64
+    assert sparse.unvisited_parameters == 4 * 3 * 44 * 64
+    assert dense.matmul_parameters == attention + 3 * 64 * 160
+    assert dense == Workload.from_config(named_config("tiny")).layers[0]
+    assert workload.num_active_parameters == config.num_active_parameters
+    assert workload.num_parameters == config.num_parameters
+
+
 def test_windows_count_per_layer():
     config = replace(named_config("tiny"), layer_windows=(None, 4, None, 4))
     batch = BatchShape(num_rows=1, seq_length=16)

@@ -69,9 +69,13 @@ def any_floats(shape, seed):
     return np.where(np.isnan(values), np.float32(seed), values)
 
 
-@pytest.mark.parametrize("rounding", ["dither", "nearest"])
+@pytest.mark.parametrize(
+    "rounding", ["dither", pytest.param("nearest", marks=pytest.mark.thorough)]
+)
 @pytest.mark.parametrize("resident", [False, True])
-@pytest.mark.parametrize("num_pieces", [1, 3, 8])
+@pytest.mark.parametrize(
+    "num_pieces", [3, *(pytest.param(n, marks=pytest.mark.thorough) for n in (1, 8))]
+)
 def test_what_is_written_is_read_back_across_pieces(num_pieces, resident, rounding):
     store = small_store(num_pieces, resident=resident, rounding=rounding)
     layout = store.layouts[0].parts[0]
@@ -143,7 +147,9 @@ def test_wrong_names_and_shapes_are_refused():
         pass
 
 
-@pytest.mark.parametrize("route", ["replicate", "shard_all_gather"])
+@pytest.mark.parametrize(
+    "route", ["shard_all_gather", pytest.param("replicate", marks=pytest.mark.thorough)]
+)
 def test_an_upload_is_not_changed_by_a_later_update(route):
     config = small_config()
     batch = random_batch(config, 8, 12, packed=False)
@@ -243,9 +249,14 @@ def test_tables_of_a_real_shape_are_below_two_thousandths(form):
     ("optimizer", "bytes_per_parameter"),
     [
         (ADAMW, 12),
-        (optax.adamw(1e-2, mu_dtype=jnp.bfloat16), 10),
-        (optax.lion(1e-2), 8),
-        (optax.sgd(1e-2), 4),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in (
+                (optax.adamw(1e-2, mu_dtype=jnp.bfloat16), 10),
+                (optax.lion(1e-2), 8),
+                (optax.sgd(1e-2), 4),
+            )
+        ),
     ],
     ids=["adamw", "adamw_bf16_mu", "lion", "sgd"],
 )

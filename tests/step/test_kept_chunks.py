@@ -48,8 +48,11 @@ def run(*, tied=False, num_devices=1, frozen=(), policy="deferred", **changes):
             {"layers_per_chunk": 3, "policy": "eager", "prefetch_depth": 2},
             marks=pytest.mark.thorough,
         ),
-        {"frozen": ("model.embed_tokens.*", "model.layers.[01].*"), "num_devices": 2},
-        {"frozen": ("*_proj.weight",)},
+        pytest.param(
+            {"frozen": ("model.embed_tokens.*", "model.layers.[01].*"), "num_devices": 2},
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param({"frozen": ("*_proj.weight",)}, marks=pytest.mark.thorough),
         {"attention_chunks": 2},
         pytest.param(
             {"attention_chunks": LAYERS, "layers_per_chunk": 3, "num_devices": 2, "tied": True},

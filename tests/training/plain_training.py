@@ -1,9 +1,11 @@
 """Training in memory with nothing but jnp and optax: what a streamed step must equal.
 
 A Qwen3 decoder written out once more, over a flat dict of parameters by Hugging Face name, with the
-full score matrix and all logits. Imports nothing of the project but the description of shapes.
+full score matrix, all logits and, of experts, every one on every token. Imports nothing of the
+project but the description of shapes.
 
-Letters: B rows, T tokens, D hidden, N query heads, K key-value heads, H head dim, V vocabulary.
+Letters: B rows, T tokens, D hidden, N query heads, K key-value heads, H head dim, V vocabulary,
+E experts, F their width.
 """
 
 from functools import partial
@@ -81,14 +83,55 @@ def attention(config, weights, x, positions, visible):
     return attended @ weights["self_attn.o_proj.weight"].T
 
 
-def feed_forward(weights, x):
-    gate = x @ weights["mlp.gate_proj.weight"].T
-    up = x @ weights["mlp.up_proj.weight"].T
-    return (gate * jax.nn.sigmoid(gate) * up) @ weights["mlp.down_proj.weight"].T
+def feed_forward(weights, x, prefix="mlp"):
+    gate = x @ weights[f"{prefix}.gate_proj.weight"].T
+    up = x @ weights[f"{prefix}.up_proj.weight"].T
+    return (gate * jax.nn.sigmoid(gate) * up) @ weights[f"{prefix}.down_proj.weight"].T
 
 
-def mean_loss(config, params, input_ids, labels, segment_ids):
-    """Cross-entropy of every supervised next token, divided by their number in the whole batch."""
+def mixture(config, weights, x):
+    """The chosen experts' results by weight and the shared expert's; logits, visits of tokens."""
+    logits = x @ weights["mlp.gate.weight"].T
+    shares = jax.nn.softmax(logits, axis=-1)
+    chosen = jax.lax.top_k(shares, config.num_experts_per_tok)[1]
+    is_chosen = jax.nn.one_hot(chosen, config.num_experts).sum(axis=2)
+    own = shares * is_chosen
+    if config.norm_topk_prob:
+        own = own / own.sum(axis=-1, keepdims=True)
+    gate, up = jnp.split(
+        jnp.einsum("btd,efd->btef", x, weights["mlp.experts.gate_up_proj"]), 2, axis=-1
+    )
+    results = jnp.einsum(
+        "btef,edf->bted", gate * jax.nn.sigmoid(gate) * up, weights["mlp.experts.down_proj"]
+    )
+    mixed = jnp.sum(results * own[..., None], axis=2)
+    if config.shared_expert_intermediate_size:
+        opened = jax.nn.sigmoid(x @ weights["mlp.shared_expert_gate.weight"].T)
+        mixed = mixed + opened * feed_forward(weights, x, "mlp.shared_expert")
+    return mixed, logits, is_chosen
+
+
+def router_loss(config, z, routers, counted):
+    """Load balance as transformers has it, z-loss; over all tokens of all layers at once."""
+    logits = jnp.stack([logits for logits, _ in routers])
+    visits = jnp.stack([is_chosen for _, is_chosen in routers])
+    num_tokens = len(routers) * counted.sum()
+
+    def mean(values):  # [L, B, T, ...]
+        is_counted = counted.reshape(1, *counted.shape, *(1,) * (values.ndim - 3))
+        return jnp.sum(values * is_counted, axis=(0, 1, 2)) / num_tokens
+
+    balance = jnp.sum(mean(visits) * mean(jax.nn.softmax(logits)))
+    size = mean(jax.nn.logsumexp(logits, axis=-1) ** 2)
+    return config.router_aux_loss_coef * config.num_experts * balance + z * size
+
+
+def mean_loss(config, params, input_ids, labels, segment_ids, z=0.0):
+    """Cross-entropy of every supervised next token, divided by their number in the whole batch.
+
+    With experts, the routers' loss as well.
+    """
+    routers = []
     tokens = input_ids.shape[1]
     index = jnp.arange(tokens)
     same = segment_ids[:, :, None] == segment_ids[:, None, :]
@@ -106,7 +149,13 @@ def mean_loss(config, params, input_ids, labels, segment_ids):
         eps = config.rms_norm_eps
         normed = rms_norm(x, weights["input_layernorm.weight"], eps)
         x = x + attention(config, weights, normed, positions, visible)
-        x = x + feed_forward(weights, rms_norm(x, weights["post_attention_layernorm.weight"], eps))
+        normed = rms_norm(x, weights["post_attention_layernorm.weight"], eps)
+        if "mlp.gate.weight" in weights:
+            mixed, *router = mixture(config, weights, normed)
+            routers.append(router)
+            x = x + mixed
+        else:
+            x = x + feed_forward(weights, normed)
     x = rms_norm(x, params["model.norm.weight"], config.rms_norm_eps)
     output = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
     log_probabilities = jax.nn.log_softmax(x[:, :-1] @ params[output].T, axis=-1)
@@ -115,15 +164,18 @@ def mean_loss(config, params, input_ids, labels, segment_ids):
     of_wanted = jnp.take_along_axis(
         log_probabilities, jnp.where(counts, wanted, 0)[..., None], axis=-1
     )[..., 0]
-    return -jnp.sum(of_wanted * counts) / jnp.sum(counts)
+    loss = -jnp.sum(of_wanted * counts) / jnp.sum(counts)
+    return loss + router_loss(config, z, routers, segment_ids > 0) if routers else loss
 
 
 @partial(jax.jit, static_argnums=0)
-def loss_and_gradients(config, params, input_ids, labels, segment_ids):
-    return jax.value_and_grad(mean_loss, argnums=1)(config, params, input_ids, labels, segment_ids)
+def loss_and_gradients(config, params, input_ids, labels, segment_ids, z=0.0):
+    return jax.value_and_grad(mean_loss, argnums=1)(
+        config, params, input_ids, labels, segment_ids, z
+    )
 
 
-def train(config, params, optimizer: optax.GradientTransformation, batches):
+def train(config, params, optimizer: optax.GradientTransformation, batches, z=0.0):
     """One step per batch; returns losses, gradient norms, parameters and optimizer state."""
     params = {name: jnp.asarray(value) for name, value in params.items()}
     state = optimizer.init(params)
@@ -139,7 +191,7 @@ def train(config, params, optimizer: optax.GradientTransformation, batches):
         segments = batch.get("segment_ids", np.ones_like(batch["input_ids"]))
         with jax.numpy_rank_promotion("allow"):
             loss, gradients = loss_and_gradients(
-                config, params, batch["input_ids"], batch["labels"], segments
+                config, params, batch["input_ids"], batch["labels"], segments, z
             )
         params, state, norm = apply(params, gradients, state)
         losses.append(float(loss))

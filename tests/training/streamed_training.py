@@ -61,9 +61,11 @@ class Run:
 
 
 @contextlib.contextmanager
-def trainer(config, optimizer: optax.GradientTransformation, plan: Strategy, **options):
+def trainer(
+    config, optimizer: optax.GradientTransformation, plan: Strategy, router_losses=None, **options
+):
     """A trainer of `config` that is closed at the end; the kernel form is not measured."""
-    model = decoder.build(config)
+    model = decoder.build(config, router_losses=router_losses)
     options = {"kernel_form": "whole"} | options
     with Trainer(model, optimizer, strategy=plan, **options) as it:
         yield it

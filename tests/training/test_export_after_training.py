@@ -54,7 +54,7 @@ def train_and_export(folder, out, num_devices: int) -> dict[str, np.ndarray]:
     config = read_config(folder)
     shapes = config.parameter_shapes()
     strategy = Strategy(
-        layers_per_chunk=2,
+        layers_per_chunk=1,
         rows_per_microbatch=1,
         num_microbatches=8 // num_devices,
         loss_chunk_tokens=64,

@@ -137,7 +137,8 @@ def test_gradients_that_arrive_late_and_in_any_order_change_no_bit(undisturbed, 
 
 
 @pytest.mark.parametrize(
-    "name", ["deferred", "eager", pytest.param("tied", marks=pytest.mark.thorough)]
+    "name",
+    ["deferred", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("eager", "tied"))],
 )
 @pytest.mark.parametrize(
     "broken",
@@ -225,7 +226,9 @@ def test_a_failure_wakes_everyone_who_waits():
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("name", ["deferred", "deferred_host_sum", "eager", "eager_host_sum"])
+@pytest.mark.parametrize(
+    "name", [*OFTEN, pytest.param("deferred_host_sum", marks=pytest.mark.thorough)]
+)
 def test_a_failed_update_stops_the_step_with_its_cause(name, monkeypatch):
     update, calls = UpdateKernels.start_update, []
 
@@ -249,7 +252,16 @@ def test_a_failed_update_stops_the_step_with_its_cause(name, monkeypatch):
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("name", ["deferred", "deferred_host_sum", "eager_host_sum"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "deferred_host_sum",
+        *(
+            pytest.param(name, marks=pytest.mark.thorough)
+            for name in ("deferred", "eager_host_sum")
+        ),
+    ],
+)
 def test_the_norm_of_a_failed_step_is_an_error_and_no_hang(name, monkeypatch):
     """Also when the update thread has ended before the step handed over its last gradient."""
 
@@ -268,6 +280,7 @@ def test_the_norm_of_a_failed_step_is_an_error_and_no_hang(name, monkeypatch):
             it.wait()
 
 
+@functools.cache
 def poisoned_model(tied: bool, poison: int = 96):
     """A decoder whose gradient of one weight of layer 2 is NaN when a row begins with `poison`."""
     model = decoder.build(small_config(tied=tied))
@@ -309,7 +322,9 @@ def everything(it):
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("name", ["deferred", "deferred_host_sum"])
+@pytest.mark.parametrize(
+    "name", ["deferred", pytest.param("deferred_host_sum", marks=pytest.mark.thorough)]
+)
 def test_a_nonfinite_gradient_stops_and_leaves_the_state_as_it_was(name):
     model, poison = poisoned_model(False)
     good, bad = good_and_bad(poison)
@@ -328,7 +343,9 @@ def test_a_nonfinite_gradient_stops_and_leaves_the_state_as_it_was(name):
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("name", ["eager", "eager_host_sum"])
+@pytest.mark.parametrize(
+    "name", ["eager", pytest.param("eager_host_sum", marks=pytest.mark.thorough)]
+)
 def test_eager_updates_stop_at_a_nonfinite_norm_even_if_nobody_reads_it(name):
     model, poison = poisoned_model(False)
     good, bad = good_and_bad(poison)
@@ -342,7 +359,7 @@ def test_eager_updates_stop_at_a_nonfinite_norm_even_if_nobody_reads_it(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["deferred_host_sum", pytest.param("deferred", marks=pytest.mark.thorough)]
+    "name", ["deferred", pytest.param("deferred_host_sum", marks=pytest.mark.thorough)]
 )
 def test_a_skipped_step_is_as_if_it_had_not_been(name):
     """Weights, mu, nu and the count of steps: the following steps are the same, bit for bit."""

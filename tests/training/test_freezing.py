@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from lanes import mostly_thorough
 from plain_training import initial_parameters, random_batch
 from plain_training import train as train_plainly
 from streamed_training import small_config, strategy, train, trainer
@@ -72,7 +73,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     "case",
-    [c if n % 6 == 0 else pytest.param(c, marks=pytest.mark.thorough) for n, c in enumerate(CASES)],
+    mostly_thorough(CASES, {("embedding", False, 3), ("all_but_the_head", False, 3)}),
     ids=lambda c: "-".join(map(str, c)),
 )
 def test_the_rest_trains_as_in_plain_optax(case):

@@ -69,8 +69,10 @@ def undisturbed():
     [
         "deferred",
         "deferred_host_sum",
-        "eager",
-        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("tied", "eager_host_sum")),
+        *(
+            pytest.param(name, marks=pytest.mark.thorough)
+            for name in ("eager", "tied", "eager_host_sum")
+        ),
     ],
 )
 def test_no_more_gradients_leave_than_the_planner_counts(name, undisturbed, monkeypatch):
@@ -83,7 +85,7 @@ def test_no_more_gradients_leave_than_the_planner_counts(name, undisturbed, monk
         assert max(link.at_send) == GRADIENTS_IN_FLIGHT
 
 
-@pytest.mark.parametrize("limit", [1, 3])
+@pytest.mark.parametrize("limit", [1, pytest.param(3, marks=pytest.mark.thorough)])
 def test_another_limit_is_kept_too(limit, monkeypatch):
     monkeypatch.setattr(routes, "GRADIENTS_IN_FLIGHT", limit)
     link = SlowLink(monkeypatch)
@@ -91,7 +93,7 @@ def test_another_limit_is_kept_too(limit, monkeypatch):
     assert (max(link.at_backward), max(link.at_send)) == (limit - 1, limit)
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("num_devices", [2, pytest.param(1, marks=pytest.mark.thorough)])
 def test_without_the_bound_all_gradients_of_a_step_pile_up(num_devices, monkeypatch):
     """The checks above can fail."""
     link = SlowLink(monkeypatch)

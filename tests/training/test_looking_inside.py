@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from lanes import mostly_thorough
 from optax import contrib
 from toy_layers import batches, initial_parameters, plain_losses, plan, streamed
 
@@ -147,7 +148,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", mostly_thorough(PLANS, ("two devices",)))
 def test_gradients_change_nothing(name):
     devices, changes = PLANS[name]
     strategy = plan(devices, 2, 0, 2, **changes)
@@ -190,7 +191,7 @@ def loss_at(params, batch):
     return float(value_and_grad(values, batch)[0])
 
 
-@pytest.mark.parametrize("resident", [0, 2])
+@pytest.mark.parametrize("resident", [0, pytest.param(2, marks=pytest.mark.thorough)])
 def test_evaluation_at_the_average(resident):
     strategy = plan(2, 1, 0, 2, resident_chunks=resident)
     first, second, last = batches()

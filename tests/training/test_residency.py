@@ -98,7 +98,9 @@ def test_the_peak_grows_with_depth_by_boundary_activations_alone(tied, route):
     assert deep - shallow <= 8 * (boundary + squares + keys)
 
 
-@pytest.mark.parametrize("depth", [1, 3, pytest.param(2, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "depth", [3, *(pytest.param(n, marks=pytest.mark.thorough) for n in (1, 2))]
+)
 def test_the_peak_is_the_window_of_the_prefetch_depth(depth):
     """Prefetched uploads, weights in use, two chunks' gradients and a part of a chunk more.
 

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import optax
 import pytest
-from optax.contrib import muon
 from plain_training import initial_parameters, random_batch
 from streamed_training import assert_bitwise_equal, small_config, strategy, train, trainer
 
@@ -63,7 +62,11 @@ def run(
     ("resident", "case"),
     [
         ((1,), {"num_devices": 3, "rows_per_microbatch": 1, "weight_route": "shard_all_gather"}),
-        ((2, CHUNKS), {"num_devices": 2, "policy": "eager", "tied": True}),
+        pytest.param(
+            (2, CHUNKS),
+            {"num_devices": 2, "policy": "eager", "tied": True},
+            marks=pytest.mark.thorough,
+        ),
         pytest.param(
             (3,),
             {"policy": "eager", "kept_chunks": 2, "layers_per_chunk": 3},
@@ -210,7 +213,7 @@ def test_a_bad_step_leaves_resident_state_as_it_was():
 
 def test_state_on_the_devices_needs_an_elementwise_optimizer_and_summed_gradients():
     config = small_config(layers=1)
-    refused = trainer(config, muon(1e-3), strategy(resident_chunks=2), num_devices=1)
+    refused = trainer(config, optax.lamb(1e-3), strategy(resident_chunks=2), num_devices=1)
     with pytest.raises(UserError, match="resident_chunks=0"), refused:
         pass
     with pytest.raises(ValueError, match="use 'reduce_scatter'"):

@@ -1,7 +1,9 @@
 """Weights that compute are their masters rounded: by which dither, wherever they lie."""
 
+import functools
 import json
 import logging
+import shutil
 
 import ml_dtypes
 import numpy as np
@@ -24,8 +26,11 @@ from slidedp_jax.state.split_float import rounded
 from slidedp_jax.state.weight_rounding import DEFAULT_ROUNDING, WeightRounding
 
 ROWS = 8
+HOST_DEVICES = 6
 SEED = 3
 ROUNDINGS = ("dither", "nearest")
+OFTEN_DITHER = ["dither", pytest.param("nearest", marks=pytest.mark.thorough)]
+OFTEN_NEAREST = ["nearest", pytest.param("dither", marks=pytest.mark.thorough)]
 OPTIMIZERS = {
     "adamw": lambda: optax.adamw(1e-3, eps=1e-5, weight_decay=0.1),
     "muon": lambda: muon(1e-3),
@@ -52,7 +57,7 @@ def train(
     plan = strategy(
         rows_per_step=ROWS,
         num_devices=devices,
-        **{"compute_dtype": "bfloat16", "num_host_devices": 6} | changes,
+        **{"compute_dtype": "bfloat16", "num_host_devices": HOST_DEVICES} | changes,
     )
     fields = {"num_devices": devices, "max_grad_norm": None} | (options or {})
     with trainer(
@@ -94,7 +99,7 @@ CASES = {
     "fused": {"options": {"kernel_form": "fused"}},
     "fp32 compute": {"compute_dtype": "float32"},
 }
-FAST = ("three devices", "on the devices")
+FAST = ("three devices",)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +170,7 @@ def test_fp32_compute_does_not_depend_on_the_rounding(changes):
 def losses_of_small_steps(rounding, dtype):
     """Ten steps, each a fraction of a bf16 digit, from weights on the grid, on the same rows."""
     config = small_config(layers=2)
-    plan = strategy(rows_per_step=ROWS, compute_dtype=dtype)
+    plan = strategy(rows_per_step=ROWS, compute_dtype=dtype, num_host_devices=HOST_DEVICES)
     start = {
         name: values.astype(ml_dtypes.bfloat16)
         for name, values in initial_parameters(config).items()
@@ -200,7 +205,7 @@ def make(rounding=None, *, seed=SEED, dtype="bfloat16", **options):
     return trainer(
         config,
         OPTIMIZERS["adamw"](),
-        strategy(rows_per_step=ROWS, compute_dtype=dtype),
+        strategy(rows_per_step=ROWS, compute_dtype=dtype, num_host_devices=HOST_DEVICES),
         parameters=initial_parameters(config),
         num_devices=1,
         weight_rounding=rounding,
@@ -213,20 +218,34 @@ def rows(number):
     return batches(small_config(layers=2), number)
 
 
-@pytest.fixture(params=ROUNDINGS)
-def saved(request, tmp_path):
-    """(rounding, checkpoint of step 1, masters there, loss and masters of step 2)."""
-    with make(request.param) as it:
-        it.step(rows(2)[0])
-        path, masters = it.save(tmp_path), it.parameters()
-        loss = it.step(rows(2)[1]).loss
-        return request.param, path, masters, loss, it.parameters()
+@pytest.fixture(scope="module")
+def saved_once(tmp_path_factory):
+    @functools.cache
+    def run(rounding):
+        with make(rounding) as it:
+            it.step(rows(2)[0])
+            path, masters = it.save(tmp_path_factory.mktemp(rounding)), it.parameters()
+            loss = it.step(rows(2)[1]).loss
+            return path, masters, loss, it.parameters()
+
+    return run
+
+
+@pytest.fixture
+def saved(request, saved_once, tmp_path):
+    """(rounding, checkpoint of step 1, masters there, loss and masters of step 2).
+
+    A test may change the checkpoint.
+    """
+    path, *rest = saved_once(request.param)
+    return request.param, shutil.copytree(path, tmp_path / path.name), *rest
 
 
 def same(one, other):
     return all(one[name].tobytes() == values.tobytes() for name, values in other.items())
 
 
+@pytest.mark.parametrize("saved", OFTEN_DITHER, indirect=True)
 def test_a_restored_trainer_goes_on_with_the_recorded_rounding_and_seed(saved):
     rounding, path, masters, loss, later = saved
     for stated in (None, rounding):
@@ -239,6 +258,7 @@ def test_a_restored_trainer_goes_on_with_the_recorded_rounding_and_seed(saved):
             assert same(it.parameters(), later)
 
 
+@pytest.mark.parametrize("saved", OFTEN_DITHER, indirect=True)
 def test_checkpoints_move_between_the_two(saved, caplog):
     rounding, path, masters, loss, _ = saved
     other = ROUNDINGS[1 - ROUNDINGS.index(rounding)]
@@ -252,6 +272,7 @@ def test_checkpoints_move_between_the_two(saved, caplog):
     assert WeightRounding.recorded(read_record(again)["weight_rounding"]).rounding == other
 
 
+@pytest.mark.parametrize("saved", OFTEN_DITHER, indirect=True)
 def test_fp32_compute_goes_on_from_either(saved):
     """The keys that join halves on the devices are those of the restored seed."""
     _, path, masters, _, _ = saved
@@ -267,6 +288,7 @@ def test_fp32_compute_goes_on_from_either(saved):
         assert it.evaluate(rows(1)[0]) == restored != before
 
 
+@pytest.mark.parametrize("saved", OFTEN_NEAREST, indirect=True)
 def test_checkpoints_of_before_there_was_a_choice_were_rounded_to_nearest(saved):
     rounding, path, masters, loss, _ = saved
     record = json.loads((path / "trainer.json").read_text())
@@ -286,7 +308,11 @@ def test_checkpoints_of_before_there_was_a_choice_were_rounded_to_nearest(saved)
 
 @pytest.mark.parametrize(
     "entry",
-    [{"rounding": "up", "seed": 1}, {"rounding": "dither", "seed": None}, "dither"],
+    [
+        {"rounding": "up", "seed": 1},
+        pytest.param({"rounding": "dither", "seed": None}, marks=pytest.mark.thorough),
+        pytest.param("dither", marks=pytest.mark.thorough),
+    ],
     ids=str,
 )
 def test_a_record_that_says_nothing_clear_is_refused_and_nothing_is_lost(entry, tmp_path):
@@ -332,7 +358,7 @@ def test_an_unknown_rounding_is_refused_before_weights_are_read():
 # Exports
 
 
-@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("rounding", OFTEN_DITHER)
 def test_what_is_read_for_an_export_is_what_the_last_pass_computed_with(rounding):
     """A trainer that is given those weights, which lie on the grid, computes the same loss."""
     with make(rounding) as it:
@@ -347,7 +373,7 @@ def test_what_is_read_for_an_export_is_what_the_last_pass_computed_with(rounding
             other = it.weight_rounding.named(ROUNDINGS[1 - ROUNDINGS.index(rounding)], SEED)
             others = {name: reader.read_rounded(name, other) for name in weights}
     config = small_config(layers=2)
-    plan = strategy(rows_per_step=ROWS, compute_dtype="bfloat16")
+    plan = strategy(rows_per_step=ROWS, compute_dtype="bfloat16", num_host_devices=HOST_DEVICES)
     found = []
     for given in (weights, others):
         with trainer(config, optax.sgd(0.0), plan, parameters=given, num_devices=1) as it:

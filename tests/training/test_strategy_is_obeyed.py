@@ -26,12 +26,18 @@ BASE = strategy(rows_per_microbatch=1, num_microbatches=2, num_host_devices=2)
 
 CHANGES = [
     {
+        "layers_per_chunk": 2,
         "rows_per_microbatch": 2,
         "weight_route": "shard_all_gather",
         "kept_chunks": 2,
-        "attention_chunks": 1,
         "layer_block_tokens": 5,
+        "resident_chunks": 2,
+        "host_boundaries": 1,
+        "host_boundary_bytes": 4096,
+        "vocab_slices": 2,
+        "slice_head_weights": True,
         "loss_chunk_tokens": 7,
+        "num_host_devices": 4,
         "block_size": 128,
     },
     {
@@ -39,16 +45,8 @@ CHANGES = [
         "gradient_route": "host_sum",
         "update_policy": "eager",
         "prefetch_depth": 2,
+        "attention_chunks": 1,
         "compute_dtype": "bfloat16",
-    },
-    {
-        "host_boundaries": 1,
-        "host_boundary_bytes": 4096,
-        "layers_per_chunk": 2,
-        "resident_chunks": 3,
-        "num_host_devices": 4,
-        "vocab_slices": 2,
-        "slice_head_weights": True,
     },
 ]
 """Each field once. All of them are seen in every run, so several may change at a time."""

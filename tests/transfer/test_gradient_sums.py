@@ -79,10 +79,14 @@ class Order(Tracer):
         yield
 
 
-@pytest.mark.parametrize("kept_chunks", [0, 2])
+@pytest.mark.parametrize("kept_chunks", [0, pytest.param(2, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     ("num_devices", "gradient_route", "beside"),
-    [(2, "reduce_scatter", True), (2, "host_sum", False), (1, "reduce_scatter", False)],
+    [
+        (2, "reduce_scatter", True),
+        (2, "host_sum", False),
+        pytest.param(1, "reduce_scatter", False, marks=pytest.mark.thorough),
+    ],
 )
 def test_devices_sum_a_gradient_in_the_program_of_the_chunk_below(
     num_devices, gradient_route, beside, kept_chunks

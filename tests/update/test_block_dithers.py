@@ -1,5 +1,8 @@
 """The dithers that programs get by tables are those of names and indices."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -57,7 +60,11 @@ def expected(part: FlatLayout) -> tuple[np.ndarray, np.ndarray]:
     return dithers, known
 
 
-@pytest.mark.parametrize("num_devices", [1, 3])
+whole_piece = functools.partial(jax.jit, static_argnames=("block_size", "second"))(dither_of_piece)
+one_block = functools.partial(jax.jit, static_argnames="block_size")(dither_of_block)
+
+
+@pytest.mark.parametrize("num_devices", [3, pytest.param(1, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("form", ["whole", "fused"])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_tables_give_the_dithers_of_names_and_indices(sizes, form, num_devices):
@@ -70,7 +77,7 @@ def test_tables_give_the_dithers_of_names_and_indices(sizes, form, num_devices):
     for device in range(num_devices):
         own = [jnp.asarray(np.split(table, num_devices)[device]) for table in tables]
         here = slice(device * blocks * 256, (device + 1) * blocks * 256)
-        found = [np.asarray(dither_of_piece(own, 256, second=second)) for second in (False, True)]
+        found = [np.asarray(whole_piece(own, 256, second=second)) for second in (False, True)]
         assert found[0].dtype == np.uint32
         for piece in found:
             np.testing.assert_array_equal(piece[known[here]], wanted[here][known[here]])
@@ -80,7 +87,7 @@ def test_tables_give_the_dithers_of_names_and_indices(sizes, form, num_devices):
             for first, end, to_place, _ in np.asarray(runs).tolist():
                 for number in range(first, end):
                     walked.append(number)
-                    block = dither_of_block(table, jnp.int32(number * 256 + to_place), 256)
+                    block = one_block(table, np.int32(number * 256 + to_place), 256)
                     np.testing.assert_array_equal(block, found[0][number * 256 :][:256])
             assert walked == list(range(blocks))
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from lanes import mostly_thorough
 from optax import contrib
 from toy_layers import batches, initial_parameters, plain_losses, plan, streamed
 
@@ -191,13 +192,7 @@ def trained_plainly(optimizer):
     return losses, params
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if number % 2 == 0 else pytest.param(name, marks=pytest.mark.thorough)
-        for number, name in enumerate(OPTIMIZERS)
-    ],
-)
+@pytest.mark.parametrize("name", mostly_thorough(OPTIMIZERS, ("shampoo", "novograd")))
 def test_steps_are_those_of_plain_optax(name, tmp_path):
     make = OPTIMIZERS[name]
     treatments = Treatments(make(), SHAPES)

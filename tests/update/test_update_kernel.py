@@ -29,6 +29,7 @@ ROUNDINGS = {
     "dither": WeightRounding.of("dither", seed=5),
     "nearest": WeightRounding.of("nearest", seed=5),
 }
+OFTEN_DITHER = ["dither", pytest.param("nearest", marks=pytest.mark.thorough)]
 SIZES = {
     "odd": ((4 * BLOCK + 3, 1, 64, 5 * BLOCK - 68), (31, 2 * BLOCK, 5 * BLOCK - 31)),
     "runs of 32": ((4 * BLOCK + 32, 96, 5 * BLOCK - 128), (64, 2 * BLOCK, 5 * BLOCK - 64)),
@@ -153,9 +154,19 @@ def random_summands(rng, count) -> list[np.ndarray]:
     return [rng.standard_normal(SIZE).astype(jnp.bfloat16) for _ in range(count)]
 
 
+OFTEN = {("adamw", 1, "dither"), ("momentum", 3, "nearest")}
+
+
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize(("num_summands", "rounding"), [(1, "dither"), (3, "nearest")])
+@pytest.mark.parametrize(
+    ("name", "num_summands", "rounding"),
+    [
+        pytest.param(*case, marks=() if case in OFTEN else pytest.mark.thorough)
+        for case in (
+            (name, *more) for name in OPTIMIZERS for more in ((1, "dither"), (3, "nearest"))
+        )
+    ],
+)
 def test_steps_are_those_of_optax(form, name, num_summands, rounding, sharding):
     """With a limit that is hit, one that is not, and none, in turn."""
     transformation = OPTIMIZERS[name]()
@@ -193,7 +204,7 @@ def test_group_decides_what_decays(form, sharding):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("rounding", OFTEN_DITHER)
 def test_state_stays_where_it_lay(form, rounding, sharding):
     transformation = OPTIMIZERS["adamw"]()
     run = KernelRun(blocks_of(transformation), form, sharding, np.ones(SIZE, np.float32), rounding)
@@ -223,7 +234,14 @@ def test_place_in_the_chunk_changes_no_bit(form, sharding):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
-    ("rounding", "sizes"), [*(("dither", s) for s in SIZES), ("nearest", "odd")]
+    ("rounding", "sizes"),
+    [
+        ("dither", "odd"),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in (("dither", "runs of 32"), ("dither", "whole blocks"), ("nearest", "odd"))
+        ),
+    ],
 )
 def test_split_result_is_the_exact_split(form, rounding, sizes, sharding):
     """`high` is the master rounded by each parameter's own dither, wherever it lies.
@@ -246,7 +264,12 @@ NAN_PATTERNS = np.array(
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
-    ("where", "rounding"), [("master", "dither"), ("gradient", "dither"), ("master", "nearest")]
+    ("where", "rounding"),
+    [
+        ("master", "dither"),
+        pytest.param("gradient", "dither", marks=pytest.mark.thorough),
+        pytest.param("master", "nearest", marks=pytest.mark.thorough),
+    ],
 )
 def test_nan_never_turns_into_a_number(form, where, rounding, sharding):
     """CUDA's NaN is 0x7fffffff: rounded up like a number it would become -0."""
@@ -274,7 +297,7 @@ SPECIAL_PATTERNS = np.concatenate(
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("rounding", OFTEN_DITHER)
 def test_special_values_pass_the_kernel_in_every_bit(form, rounding, sharding):
     """A step of nothing: what was joined is split again, a `high` of infinity included."""
     nothing = optax.stateless(lambda updates, params: jax.tree.map(jnp.zeros_like, updates))

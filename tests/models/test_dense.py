@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from slidedp_jax.models.layers import Linear, RMSNorm
+from slidedp_jax.models.dense import Linear, RMSNorm
 
 
 def gradients(module, x):
