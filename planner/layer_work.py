@@ -77,7 +77,7 @@ def layer_work(config: ModelConfig, kind: LayerKind) -> StageWork:
         decided_elements=ffn.decided,
         # q, k, v, the output and their gradients, cuDNN's own of q in fp32, one of x. What routes
         # tokens is not computed in blocks.
-        row_elements=0 if config.num_experts else 6 * queries + 4 * keys + hidden,
+        row_elements=0 if kind.sparse else 6 * queries + 4 * keys + hidden,
         before_attention_parameters=hidden * (queries + 2 * keys),
         forward_workspace_elements=int(2 * hidden + max(ffn.forward, heads)),
         backward_workspace_elements=int(2 * hidden + max(ffn.backward, heads)),
