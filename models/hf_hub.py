@@ -15,12 +15,15 @@ _WEIGHTS = "*.safetensors"
 _FETCHED_PATTERNS = (_WEIGHTS, "*.json", "*.txt", "*.jinja", "tokenizer.model", "LICENSE*")
 
 
-def resolve_model_folder(name_or_folder: str, *, weights: bool = True) -> Path:
+def resolve_model_folder(
+    name_or_folder: str, *, weights: bool = True, revision: str | None = None
+) -> Path:
     """A local folder as it is, or the local copy of a hub repository (`Qwen/Qwen3-4B`).
 
     Args:
-      name_or_folder: a path, or a hub name.
+      name_or_folder: a path, or a hub name; what begins with `.`, `/` or `~` is a path.
       weights: fetch them as well; without, configuration and tokenizer only.
+      revision: commit of the repository; None is its newest.
 
     Raises:
       FileNotFoundError: no such folder, and the name cannot be a hub repository, or the hub has
@@ -30,9 +33,10 @@ def resolve_model_folder(name_or_folder: str, *, weights: bool = True) -> Path:
     folder = Path(name_or_folder).expanduser()
     if folder.is_dir():
         return folder
-    if not _HUB_NAME.fullmatch(name_or_folder):
+    if name_or_folder.startswith((".", "/", "~")) or not _HUB_NAME.fullmatch(name_or_folder):
+        what = "a file, not a folder" if folder.is_file() else "not a folder"
         raise FileNotFoundError(
-            f"{name_or_folder} is not a folder. Give the path of a Hugging Face model folder, or "
+            f"{name_or_folder} is {what}. Give the path of a Hugging Face model folder, or "
             f"a hub name such as Qwen/Qwen3-4B."
         )
     if importlib.util.find_spec("huggingface_hub") is None:
@@ -44,7 +48,7 @@ def resolve_model_folder(name_or_folder: str, *, weights: bool = True) -> Path:
 
     patterns = [p for p in _FETCHED_PATTERNS if weights or p != _WEIGHTS]
     try:
-        return Path(snapshot_download(name_or_folder, allow_patterns=patterns))
+        return Path(snapshot_download(name_or_folder, revision=revision, allow_patterns=patterns))
     except Exception as error:  # of whatever client the hub's package uses
         raise FileNotFoundError(
             f"There is no folder {name_or_folder} here, and from the Hugging Face hub no model of "

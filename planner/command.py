@@ -14,11 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from slidedp_jax.command_parser import WRONG_COMMAND
 from slidedp_jax.models.config import ModelConfig, named_config
 from slidedp_jax.models.frozen_names import frozen_names
 from slidedp_jax.models.hf_config import read_config
 from slidedp_jax.planner.candidates import Choices
-from slidedp_jax.planner.command_line import COUNTS, WRONG_COMMAND, parse
+from slidedp_jax.planner.command_line import COUNTS, parse
 from slidedp_jax.planner.disk import DiskUse, disk_use
 from slidedp_jax.planner.errors import PlanError
 from slidedp_jax.planner.hardware import GIB, HardwareProfile
@@ -33,9 +34,9 @@ from slidedp_jax.planner.optimizers import (
 from slidedp_jax.planner.report import Completion, limit_as_dict, plan_as_dict, plan_as_text
 from slidedp_jax.planner.search import Plan, plan
 from slidedp_jax.planner.stated_machine import Stated, host_line, machine
-from slidedp_jax.planner.ways_out import fewer_rows, leaner_optimizers
+from slidedp_jax.planner.ways_out import fewer_rows, halves, leaner_optimizers
 from slidedp_jax.planner.workload import BatchShape, Workload
-from slidedp_jax.wording import counted, short_count
+from slidedp_jax.wording import columns_of, counted, say_error, short_count, wrapped
 
 FITS, DOES_NOT_FIT = 0, 1
 
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m plann
         request = _request(args)
         completion, disk = _completion(args), request.disk()
     except (ValueError, FileNotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(error)
         return WRONG_COMMAND
     try:
         found = request.plan()
@@ -57,20 +58,24 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m plann
         result = plan_as_dict(found, completion, disk=disk)
         print(json.dumps({"fits": True, "assumed": request.assumed, **result}, indent=2))
         return FITS
-    print(plan_as_text(found, completion, disk=disk, assumed=request.assumed))
+    text = plan_as_text(found, completion, disk=disk, assumed=request.assumed)
+    print(wrapped(text, columns_of(sys.stdout)))
     if frozen := len(request.config.parameter_shapes()) - len(request.trained):
         trained = sum(map(math.prod, request.trained.values()))
-        print(
-            f"note: {counted(frozen, 'parameter array')} frozen, {short_count(trained)} of "
+        _note(
+            f"{counted(frozen, 'parameter array')} frozen, {short_count(trained)} of "
             f"{short_count(request.config.num_parameters)} parameters trained; time and gradients "
             "are predicted as if all were"
         )
     if request.optimizer in WHOLE_PARAMETER_OPTIMIZERS:
-        print(
-            f"note: {request.optimizer} updates whole matrices on the host; steps take longer than "
-            "that"
+        _note(
+            f"{request.optimizer} updates whole matrices on the host; steps take longer than that"
         )
     return FITS
+
+
+def _note(text: str) -> None:
+    print(wrapped(f"note: {text}", columns_of(sys.stdout), 6))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,11 +193,12 @@ def _does_not_fit(request: _Request, error: PlanError) -> int:
     ways: list[str] = []
     if "host memory" in limits and request.optimizer is not None:
         ways += leaner_optimizers(request.optimizer, lambda name: request.plan(optimizer=name))
-    if "device memory" in limits:
-        rows = args.tokens_per_step // args.seq_length
-        ways += fewer_rows(
-            rows, args.num_devices, args.seq_length, lambda n: request.plan(num_rows=n)
-        )
+    steps = [
+        (rows, f"--tokens_per_step {rows * args.seq_length}")
+        for rows in halves(args.tokens_per_step // args.seq_length, args.num_devices)
+    ]
+    if limits:
+        ways += fewer_rows(steps, args.seq_length, lambda rows: request.plan(num_rows=rows))
     line = host_line(request.hardware, request.assumed)
     if args.json:
         found = {
@@ -205,7 +211,8 @@ def _does_not_fit(request: _Request, error: PlanError) -> int:
         print(json.dumps(found, indent=2))
     else:
         also = ["Also tried:", *(f"- {way}." for way in ways)] if ways else []
-        print("\n".join([str(error), *also, line]), file=sys.stderr)
+        text = "\n".join([str(error), *also, line])
+        print(wrapped(text, columns_of(sys.stderr)), file=sys.stderr)
     return DOES_NOT_FIT
 
 

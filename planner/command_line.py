@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import difflib
-from typing import NoReturn
 
+from slidedp_jax.command_parser import CommandParser
 from slidedp_jax.models.config import config_names
 from slidedp_jax.planner.disk import EXPORT_BYTES
 from slidedp_jax.planner.hardware import COMPUTE_DTYPES
@@ -23,16 +22,6 @@ COUNTS = {
 }
 """Flags of what may be decided already."""
 
-WRONG_COMMAND = 2
-
-
-class _Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong, instead of the usage of all flags."""
-
-    def error(self, message: str) -> NoReturn:
-        """End with the message."""
-        self.exit(WRONG_COMMAND, f"error: {message}. `{self.prog} --help` lists all flags\n")
-
 
 def parse(arguments: list[str], prog: str) -> argparse.Namespace:
     """Read the words of the command.
@@ -44,24 +33,12 @@ def parse(arguments: list[str], prog: str) -> argparse.Namespace:
     Raises:
       SystemExit: the help was printed, or an error.
     """
-    parser = _parser(prog)
-    found, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
-        first = (flags or unknown)[0]
-        known = [word for action in parser._actions for word in action.option_strings]
-        near = difflib.get_close_matches(first, known, n=2)
-        parser.error(
-            f"unknown {'flag' if flags else 'word'} {first}"
-            + (f"; did you mean {' or '.join(near)}?" if near else "")
-        )
-    return found
+    return _parser(prog).parse_whole(arguments)
 
 
-def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = _Parser(
+def _parser(prog: str) -> CommandParser:
+    parser = CommandParser(
         prog=prog,
-        allow_abbrev=False,
         description="Predict memory, disk and step time of a fine-tuning run and pick its "
         "strategy, without the hardware.",
         epilog="Exit code 0: it fits; 1: it does not; 2: the command is wrong.",

@@ -12,6 +12,10 @@ ExportDtype = Literal["bfloat16", "float16", "float32"]
 EXPORT_BYTES: dict[ExportDtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
+DISK_BYTES_PER_S = 1.5e9
+"""Assumed of a disk until a run has written a checkpoint: a data centre's NVMe drive."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DiskUse:
     """Bytes at the most: a new checkpoint is whole before an old one goes.
@@ -30,6 +34,11 @@ class DiskUse:
     def total_bytes(self) -> float:
         """All of it."""
         return self.num_checkpoints * self.checkpoint_bytes + self.export_bytes
+
+    @property
+    def save_s(self) -> float:
+        """Seconds of a save where the disk is as fast as assumed and nothing else is slower."""
+        return self.checkpoint_bytes / DISK_BYTES_PER_S
 
     def describe(self) -> str:
         """One line."""

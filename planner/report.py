@@ -8,7 +8,7 @@ from typing import Any
 
 from slidedp_jax.jax_internals import PINNED_LIMIT_GIB
 from slidedp_jax.planner.chunking import chunk_stages
-from slidedp_jax.planner.disk import DiskUse
+from slidedp_jax.planner.disk import DISK_BYTES_PER_S, DiskUse
 from slidedp_jax.planner.hardware import ASSUMED_GROUPED_MATMUL_SHARE, GIB, size_text
 from slidedp_jax.planner.job import Alternative
 from slidedp_jax.planner.limits import Limit
@@ -209,8 +209,13 @@ def _memory_lines(plan: Plan, disk: DiskUse | None) -> list[str]:
         f"host memory: {size_text(memory.host_bytes)} of {size_text(plan.job.host_budget_bytes)}, "
         f"{per_parameter:.1f} bytes per parameter",
         *_parts(memory.host),
-        *([] if disk is None else [f"disk: {disk.describe()}"]),
+        *([] if disk is None else [f"disk: {disk.describe()}", _save_line(disk)]),
     ]
+
+
+def _save_line(disk: DiskUse) -> str:
+    rate = DISK_BYTES_PER_S / 1e9
+    return f"  a save takes the disk about {disk.save_s:,.3g} s at {rate:g} GB/s (assumed)"
 
 
 def _parts(parts: Mapping[str, float]) -> list[str]:

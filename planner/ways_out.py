@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from slidedp_jax.planner.errors import PlanError
 from slidedp_jax.planner.hardware import size_text
+from slidedp_jax.planner.limits import LimitName
 from slidedp_jax.planner.optimizers import LEANER, WHOLE_PARAMETER_OPTIMIZERS, OptimizerName
 from slidedp_jax.planner.search import Plan
 from slidedp_jax.wording import counted
@@ -39,30 +40,52 @@ def leaner_optimizers(
 
 
 def fewer_rows(
-    num_rows: int, num_devices: int, seq_length: int, attempt: Callable[[int], Plan]
+    steps: Sequence[tuple[int, str]], seq_length: int, attempt: Callable[[int], Plan]
 ) -> list[str]:
-    """The largest step, by halves, for which the devices have room.
+    """The largest of some smaller steps that fits, or what even the smallest needs.
 
     Args:
-      num_rows: rows of the step that does not fit.
-      num_devices: devices that share them.
+      steps: rows of a step and the flags that ask for it, from large to small.
       seq_length: tokens of a row.
       attempt: plans the same job with other rows.
     """
-    least: float | None = None
-    while num_rows > num_devices:
-        num_rows = max(num_devices, num_rows // 2)
-        try:
-            need = attempt(num_rows).chosen.memory.device_bytes
-        except PlanError as error:
-            needs = [x.need_bytes for x in error.limits if x.name == "device memory"]
-            least = needs[0] if needs else None
-            continue
-        return [f"{_step(num_rows, seq_length)} fits: {size_text(need)} of each device"]
-    if least is None:
+    if not steps:
         return []
-    return [f"{_step(num_rows, seq_length)} still needs {size_text(least)} of each device"]
+    last = _tried(attempt, steps[-1][0])  # where it is in vain, the others need not be tried
+    if isinstance(last, PlanError):
+        needs = " and ".join(
+            f"{size_text(limit.need_bytes)} of {_PLACES[limit.name]}" for limit in last.limits
+        )
+        return [f"{_step(*steps[-1], seq_length)} still needs {needs}"] if needs else []
+    for rows, flags in steps:
+        found = _tried(attempt, rows)
+        if isinstance(found, Plan):
+            memory, unified = found.chosen.memory, found.job.hardware.unified_memory
+            parts = [f"{size_text(memory.host_bytes)} of host memory"]
+            parts += [] if unified else [f"{size_text(memory.device_bytes)} of each device"]
+            parts.append(f"{found.chosen.time.tokens_per_s:,.0f} tokens/s")
+            return [f"{_step(rows, flags, seq_length)} fits: {', '.join(parts)}"]
+    return []
 
 
-def _step(num_rows: int, seq_length: int) -> str:
-    return f"a step of {counted(num_rows, 'row')} of {seq_length:,} tokens"
+_PLACES: Mapping[LimitName, str] = {"device memory": "each device", "host memory": "host memory"}
+
+
+def halves(number: int, least: int = 1) -> list[int]:
+    """Half of a number, half of that, and so on down to `least`."""
+    found = []
+    while number > least:
+        number = max(least, number // 2)
+        found.append(number)
+    return found
+
+
+def _tried(attempt: Callable[[int], Plan], rows: int) -> Plan | PlanError:
+    try:
+        return attempt(rows)
+    except PlanError as error:
+        return error
+
+
+def _step(num_rows: int, flags: str, seq_length: int) -> str:
+    return f"a step of {counted(num_rows, 'row')} of {seq_length:,} tokens ({flags})"

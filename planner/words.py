@@ -28,7 +28,7 @@ CATEGORY_WORDS = {
     "allocator_fragmentation": "holes in the allocator's memory",
     # Of the host.
     "master_weights": "fp32 weights",
-    "optimizer_state": "such as AdamW's two moments",
+    "optimizer_state": "what the optimizer keeps of each parameter",
     "waiting_gradients": "of a step, until their norm is known",
     "state_in_passing": "of the layers being saved or read",
     "host_boundaries": "what passes between layers, from forward to backward",

@@ -43,4 +43,4 @@ with slidedp_jax.Trainer(
             trainer.save(checkpoints, {"rows": rows.state()})
             loss, num_tokens = trainer.evaluate(batch.arrays for batch in held_out.one_epoch())
             print(f"held-out loss {loss:.4f} over {num_tokens} tokens")
-    base.export(trainer, "out/export")
+    base.export(trainer, "out/export", overwrite=True)

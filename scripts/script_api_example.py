@@ -20,4 +20,4 @@ with slidedp_jax.Trainer(
     for batch in itertools.islice(rows, rows.num_steps(num_epochs=2)):
         print(trainer.step(batch.arrays))
     trainer.save("out/checkpoints")
-    base.export(trainer, "out/export")
+    base.export(trainer, "out/export", overwrite=True)

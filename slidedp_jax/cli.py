@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import slidedp_jax
 from slidedp_jax.interrupts import StopAtSignal
+from slidedp_jax.wording import say_error
 
 _COMMANDS = {
     "train": "fine-tune a model folder",
@@ -34,7 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command:
         near = difflib.get_close_matches(command, _COMMANDS, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        print(f"error: there is no command {command!r}{hint}", file=sys.stderr)
+        say_error(
+            f"there is no command {command!r}{hint}; there are {', '.join(_COMMANDS)} "
+            "(`slidedp --help`)"
+        )
+        return 2
     print(_usage(), file=sys.stderr)
     return 2
 

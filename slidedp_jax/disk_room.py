@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import pathlib
 import shutil
+import tempfile
+import time
 from collections.abc import Iterator
 
 from slidedp_jax.planner.hardware import size_text
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+_BLOCK_BYTES, _MOST_BYTES, _LONG_ENOUGH_S = 2**25, 2**29, 0.5
+"""How a disk's rate is looked at: block by block, until either is reached."""
 
 
 class DiskFull(OSError):
@@ -34,6 +40,24 @@ def free_bytes(path: pathlib.Path) -> int:
 def bytes_within(folder: pathlib.Path) -> int:
     """Size of all files in a folder, 0 where there is none."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def write_rate(path: pathlib.Path) -> float | None:
+    """Bytes per second that a folder's file system writes, seen for a moment; None: not to be seen.
+
+    What is written is on the disk before the time is taken, and removed.
+    """
+    block = os.urandom(_BLOCK_BYTES)
+    try:
+        with tempfile.TemporaryFile(dir=nearest_folder(path), buffering=0) as file:
+            start, written, seconds = time.perf_counter(), 0, 0.0
+            while written < _MOST_BYTES and seconds < _LONG_ENOUGH_S:
+                written += file.write(block)
+                os.fdatasync(file.fileno())
+                seconds = time.perf_counter() - start
+            return written / seconds
+    except OSError:  # full, or not for this user
+        return None
 
 
 @contextlib.contextmanager

@@ -14,28 +14,40 @@ from typing import Any, get_args
 
 import numpy as np
 
+from slidedp_jax.command_parser import CommandParser
 from slidedp_jax.disk_room import writing
 from slidedp_jax.errors import UserError
 from slidedp_jax.interrupts import StopAtSignal
 from slidedp_jax.models.hf_config import read_config
 from slidedp_jax.models.hf_export import export, export_bytes, remove_unfinished
 from slidedp_jax.models.hf_hub import resolve_model_folder
+from slidedp_jax.planner.disk import EXPORT_BYTES
 from slidedp_jax.process import configure
 from slidedp_jax.state.weight_rounding import Rounding
+from slidedp_jax.wording import say_error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="slidedp export", description=__doc__.splitlines()[0])
+    parser = CommandParser(
+        prog="slidedp export", description="Write a checkpoint's weights as a Hugging Face folder."
+    )
     parser.add_argument("checkpoint", type=pathlib.Path, help="run folder, or one step_N folder")
     parser.add_argument("output", type=pathlib.Path, help="folder to write; new or empty")
     parser.add_argument("--model_name_or_path", "--model-name-or-path", help="source model folder")
-    parser.add_argument("--dtype", default="bfloat16", help="bfloat16, float16 or float32")
     parser.add_argument(
-        "--rounding", choices=get_args(Rounding), help="of bfloat16; default: as was trained"
+        *("--dtype", "--export_dtype", "--export-dtype"),
+        choices=tuple(EXPORT_BYTES),
+        default="bfloat16",
+        help="of the weights (bfloat16)",
+    )
+    parser.add_argument(
+        *("--rounding", "--export_rounding", "--export-rounding"),
+        choices=get_args(Rounding),
+        help="of bfloat16; default: as was trained",
     )
     parser.add_argument("--ema", action="store_true", help="the moving average of the weights")
-    args = parser.parse_args(argv)
+    args = parser.parse_whole(sys.argv[1:] if argv is None else argv)
     with StopAtSignal() as stop:
         stop.last_words = lambda: f"{args.output} was not written"
         stop.tidy = lambda: remove_unfinished(args.output)
@@ -53,7 +65,7 @@ def _run(args: argparse.Namespace) -> int:
             averaged=args.ema,
         )
     except (UserError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(error)
         return 1
     print(f"wrote {args.output} ({how})")
     return 0
@@ -96,7 +108,12 @@ def export_checkpoint(
 
     if rounding == "dither" and dtype != "bfloat16":
         raise UserError(f"--rounding dither is for bfloat16, --dtype is {dtype}; drop one of them")
-    checkpoint = checkpoint.resolve()
+    checkpoint = checkpoint.expanduser().resolve()
+    if not checkpoint.is_dir():
+        raise UserError(
+            f"{checkpoint} does not exist; give the output_dir of a run, or one of its "
+            "checkpoints/step_N"
+        )
     root = checkpoint
     if not (checkpoint / "trainer.json").is_file():
         steps = list_steps(checkpoint / "checkpoints")

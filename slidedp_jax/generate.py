@@ -19,12 +19,14 @@ from typing import TYPE_CHECKING, Any, final
 import jax
 import numpy as np
 
+from slidedp_jax.command_parser import CommandParser
 from slidedp_jax.errors import UserError
 from slidedp_jax.models.batch_arrays import document_offsets
 from slidedp_jax.models.config import ModelConfig
 from slidedp_jax.models.streamed import CachedForm
 from slidedp_jax.planner.hardware import ComputeDtype
 from slidedp_jax.planner.strategy import Strategy
+from slidedp_jax.wording import counted, say_error, short_count
 
 if TYPE_CHECKING:
     from slidedp_jax.data import Tokenizer
@@ -249,20 +251,19 @@ def _check_finite(logits: np.ndarray, row: int, position: int) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code: 0, or 2 when something is wrong with the request."""
-    args = _parser().parse_args(argv)
+    args = _parser().parse_whole(sys.argv[1:] if argv is None else argv)
     try:
         for text in _complete(args):
             print(text)
     except (UserError, ValueError, FileNotFoundError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(error)
         return 2
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m slidedp_jax.generate",
-        allow_abbrev=False,
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        prog="slidedp generate",
         description="Complete prompts with a Hugging Face model folder, its weights streamed from "
         "host memory. Flags may be written with hyphens or underscores.",
     )
@@ -301,11 +302,14 @@ def _complete(args: argparse.Namespace) -> list[str]:
         num_devices=args.num_devices,
         num_host_devices=args.num_host_devices,
     )
-    folder = resolve_model_folder(args.model_name_or_path)
-    read_config(folder)  # says more than the tokenizer does where there is no model
+    folder = resolve_model_folder(args.model_name_or_path, weights=False)
+    config = read_config(folder)  # says more than the tokenizer does where there is no model
     tokenizer = load_tokenizer(folder)
     prompts = [encode_prompt(tokenizer, text, chat=args.chat) for text in args.prompt]
+    folder = resolve_model_folder(args.model_name_or_path)
+    _say(f"reading {short_count(config.num_parameters)} parameters from {folder}")
     with open_trainer(folder, dtype=args.dtype, num_devices=args.num_devices) as trainer:
+        _say(f"compiling, then up to {counted(args.max_new_tokens, 'token')} per prompt")
         completions = generate(
             trainer,
             prompts,
@@ -316,6 +320,11 @@ def _complete(args: argparse.Namespace) -> list[str]:
             stop_ids=tokenizer.stop_ids,
         )
     return [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in completions]
+
+
+def _say(text: str) -> None:
+    """What takes the time, beside the completions, which go to stdout."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str, *, chat: bool | None = None) -> list[int]:

@@ -24,6 +24,7 @@ from slidedp_jax.data import (
     BatchSource,
     DataReport,
     ExampleSettings,
+    NeedsTokenizer,
     StepSize,
     Tokenizer,
     load_examples,
@@ -37,6 +38,7 @@ from slidedp_jax.models.hf_export import export, export_bytes
 from slidedp_jax.models.hf_hub import resolve_model_folder
 from slidedp_jax.models.hf_load import check_folder, load_parameters
 from slidedp_jax.state.weight_rounding import Rounding, WeightRounding
+from slidedp_jax.whole_files import UNFINISHED, remove_whole
 
 if TYPE_CHECKING:
     from slidedp_jax.models.streamed import StreamedModel
@@ -52,12 +54,33 @@ class Pretrained:
       config: its model.
       tokenizer: its tokenizer; None where it has none.
       chat_template: text that replaces the folder's template, if any.
+      hub_name: of the repository of which the folder is a copy, if it is one.
     """
 
     folder: pathlib.Path
     config: ModelConfig
     tokenizer: Tokenizer | None
     chat_template: str | None = None
+    hub_name: str | None = None
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether there are files of weights in the folder."""
+        return any(self.folder.glob("*.safetensors"))
+
+    def fetch_weights(self) -> None:
+        """Fetch what is not here yet of a hub repository's weights, and check all by their headers.
+
+        Raises:
+          UserError: the hub cannot be reached, or they are not there, not whole or of another
+            model.
+        """
+        try:
+            if self.hub_name is not None:  # the very commit that the rest is of
+                resolve_model_folder(self.hub_name, revision=self.folder.name)
+            check_folder(self.folder, self.config)
+        except (FileNotFoundError, ImportError, ValueError) as error:
+            raise UserError(str(error)) from error
 
     def model(
         self,
@@ -149,14 +172,16 @@ class Pretrained:
             pathlib.Path(path)
             for path in ([files] if isinstance(files, (str, os.PathLike)) else files)
         ]
-        if self.tokenizer is None and any(path.suffix == ".txt" for path in paths):
-            load_tokenizer(self.folder)  # says what is missing
-        examples, report = load_examples(
-            paths,
-            self.tokenizer,
-            ExampleSettings(max_seq_length=max_seq_length, **settings),
-            vocab_size=self.config.vocab_size,
-        )
+        try:
+            examples, report = load_examples(
+                paths,
+                self.tokenizer,
+                ExampleSettings(max_seq_length=max_seq_length, **settings),
+                vocab_size=self.config.vocab_size,
+            )
+        except NeedsTokenizer:
+            load_tokenizer(self.folder)  # says what is missing, and where
+            raise
         rows = BatchSource(
             examples,
             max_seq_length=max_seq_length,
@@ -177,6 +202,7 @@ class Pretrained:
         dtype: str = "bfloat16",
         rounding: Rounding | None = None,
         averaged: bool = False,
+        overwrite: bool = False,
         more_files: Mapping[str, str] | None = None,
     ) -> None:
         """Write the trainer's weights as a Hugging Face folder with this one's other files.
@@ -188,23 +214,30 @@ class Pretrained:
           rounding: to bfloat16, "dither" or "nearest"; None: the trainer's, which gives the very
             weights that a forward pass in bfloat16 uses.
           averaged: the moving averages instead; needs `ema_decay`.
+          overwrite: replace a model folder that is there, once the new one is complete.
           more_files: name -> text of further files in it, such as a model card.
 
         Raises:
-          UserError: the folder holds something, no average is kept, or `rounding` is none, or not
-            one of that dtype.
+          UserError: the folder holds something (with `overwrite`: something else than a model), no
+            average is kept, or `rounding` is none, or not one of that dtype.
           OSError: the file system refuses (`DiskFull`, with the sizes, where there is no room).
         """
-        own = _export_rounding(trainer, dtype, rounding)
+        target = pathlib.Path(folder)
+        own, path = _export_rounding(trainer, dtype, rounding), target
+        if overwrite and target.is_dir() and any(target.iterdir()):
+            if not (target / "config.json").is_file():
+                raise UserError(f"{target} holds no model, so it is not overwritten; remove it")
+            path = target.with_name(f".{target.name}{UNFINISHED}")
+            remove_whole(path)
         with trainer.gate.reading() as reader:
             read = reader.read_average if averaged else reader.read
             if dtype == "bfloat16":
                 read = functools.partial(reader.read_rounded, rounding=own, averaged=averaged)
             shapes = self.config.parameter_shapes()
             try:
-                with writing(pathlib.Path(folder), export_bytes(shapes, dtype)):
+                with writing(path, export_bytes(shapes, dtype)):
                     export(
-                        pathlib.Path(folder),
+                        path,
                         self.folder,
                         shapes,
                         read,
@@ -214,6 +247,9 @@ class Pretrained:
                     )
             except (FileExistsError, ValueError) as error:
                 raise UserError(str(error)) from error
+        if path != target:
+            remove_whole(target)
+            path.rename(target)
 
 
 def _export_rounding(trainer: Trainer, dtype: str, rounding: Rounding | None) -> WeightRounding:
@@ -229,6 +265,7 @@ def _export_rounding(trainer: Trainer, dtype: str, rounding: Rounding | None) ->
 def from_pretrained(
     name_or_folder: str | os.PathLike[str],
     *,
+    weights: bool = True,
     chat_template: str | os.PathLike[str] | None = None,
     now: datetime.datetime | None = None,
 ) -> Pretrained:
@@ -236,6 +273,8 @@ def from_pretrained(
 
     Args:
       name_or_folder: the folder, or a hub name such as Qwen/Qwen3-4B (with the `hub` extra).
+      weights: False leaves them to `fetch_weights`: for planning and looking at rows none are
+        needed.
       chat_template: a file that replaces the folder's template.
       now: the time that templates print with `strftime_now`; None is the time of rendering.
 
@@ -243,20 +282,24 @@ def from_pretrained(
       UserError: it, or the template, is not there, not whole, or of a model that is not supported.
     """
     try:
-        folder = resolve_model_folder(os.fspath(name_or_folder))
+        folder = resolve_model_folder(os.fspath(name_or_folder), weights=False)
         config = read_config(folder)
-        check_folder(folder, config)
     except (FileNotFoundError, ImportError, ValueError) as error:
         raise UserError(str(error)) from error
     template = pathlib.Path(chat_template) if chat_template else None
     if template is not None and not template.is_file():
         raise UserError(f"chat template file {template} does not exist")
     has_tokenizer = (folder / "tokenizer.json").is_file()
-    return Pretrained(
+    is_here = pathlib.Path(name_or_folder).expanduser().is_dir()
+    pretrained = Pretrained(
         folder=folder,
         config=config,
+        hub_name=None if is_here else os.fspath(name_or_folder),
         tokenizer=load_tokenizer(folder, chat_template=template, now=now)
         if has_tokenizer
         else None,
         chat_template=template.read_text(encoding="utf-8") if template else None,
     )
+    if weights:
+        pretrained.fetch_weights()
+    return pretrained

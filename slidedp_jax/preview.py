@@ -10,15 +10,18 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import pathlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import TextIO
 
 import numpy as np
 
+from slidedp_jax.command_parser import WRONG_COMMAND, CommandParser
 from slidedp_jax.data import (
     DataReport,
     Examples,
+    NeedsTokenizer,
     Tokenizer,
     account,
     load_examples,
@@ -30,11 +33,12 @@ from slidedp_jax.data.preview import SHORT
 from slidedp_jax.errors import UserError
 from slidedp_jax.models.hf_config import read_config
 from slidedp_jax.models.hf_hub import resolve_model_folder
-from slidedp_jax.run.arguments import FIELDS, TrainArguments, help_lines, parse_arguments
+from slidedp_jax.run.arguments import FIELDS, TrainArguments, parse_arguments
 from slidedp_jax.run.data_settings import example_settings
-from slidedp_jax.wording import counted
+from slidedp_jax.run.settings_help import help_lines
+from slidedp_jax.wording import columns_of, counted, say_error, wrapped
 
-FAILED, WRONG_COMMAND = 1, 2
+FAILED = 1
 
 _NOT_ABOUT_ROWS = ("shuffle", "data_seed")
 DATA_FLAGS = (
@@ -59,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parse_arguments(rest, defaults={"output_dir": ""})
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(error)
         return WRONG_COMMAND
     if hasattr(sys.stdout, "reconfigure"):  # a terminal may lack characters that rows have
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -69,19 +73,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(error)
         return FAILED
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="slidedp preview",
         usage="slidedp preview [--config FILE.yaml] --name value ...",
         description="Print what becomes of the rows of a training command, and examples of them "
         "with what is learnt marked.",
         add_help=False,
-        allow_abbrev=False,
     )
     group = parser.add_argument_group("preview")
     group.add_argument(
@@ -109,16 +112,20 @@ def _show(args: TrainArguments, own: argparse.Namespace) -> None:
     if own.num_examples < 0:
         raise UserError(f"num_examples is {own.num_examples}; it must be 0 or more")
     colour, run_tokens = _in_colour(own.color, sys.stdout), None if own.full else SHORT
-    tokenizer, vocab_size = _tokenizer(args)
+    tokenizer, vocab_size, folder = _tokenizer(args)
     settings = example_settings(args)
-    examples, report = load_examples(
-        args.train_file, tokenizer, settings, vocab_size=vocab_size, progress=_progress()
-    )
+    try:
+        examples, report = load_examples(
+            args.train_file, tokenizer, settings, vocab_size=vocab_size, progress=_progress()
+        )
+    except NeedsTokenizer:
+        load_tokenizer(folder)  # says what is missing, and where
+        raise
     indices = list(range(min(own.num_examples, len(examples))))
     if own.rows is not None:
         indices = _examples_of(own.rows, examples, report)
-    print(report)
-    print(packing_line(examples, args.max_seq_length))
+    columns = columns_of(sys.stdout)
+    print(wrapped(f"{report}\n{packing_line(examples, args.max_seq_length)}", columns))
     for index in indices:
         print()
         text = preview(examples, tokenizer, index, colour=colour, run_tokens=run_tokens)
@@ -135,13 +142,19 @@ def _show(args: TrainArguments, own: argparse.Namespace) -> None:
         print("\nfor evaluation")
         print(
             account(
-                held_out, report, tokenizer, indices=shown, colour=colour, run_tokens=run_tokens
+                held_out,
+                report,
+                tokenizer,
+                indices=shown,
+                colour=colour,
+                run_tokens=run_tokens,
+                columns=columns,
             )
         )
 
 
-def _tokenizer(args: TrainArguments) -> tuple[Tokenizer | None, int | None]:
-    """The tokenizer, None where the folder has none, and the model's number of ids, if it says."""
+def _tokenizer(args: TrainArguments) -> tuple[Tokenizer | None, int | None, pathlib.Path]:
+    """The tokenizer, None where there is none, the number of ids, if the model says, its folder."""
     try:
         folder = resolve_model_folder(args.model_name_or_path, weights=False)
         has_config = (folder / "config.json").is_file()
@@ -149,8 +162,8 @@ def _tokenizer(args: TrainArguments) -> tuple[Tokenizer | None, int | None]:
     except (FileNotFoundError, ImportError, ValueError) as error:
         raise UserError(str(error)) from error
     if not (folder / "tokenizer.json").is_file():
-        return None, vocab_size
-    return load_tokenizer(folder, chat_template=args.chat_template_path), vocab_size
+        return None, vocab_size, folder
+    return load_tokenizer(folder, chat_template=args.chat_template_path), vocab_size, folder
 
 
 def _examples_of(rows: Sequence[int], examples: Examples, report: DataReport) -> list[int]:

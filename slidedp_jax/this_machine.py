@@ -17,6 +17,7 @@ from slidedp_jax.planner.host_memory import available_host_memory
 from slidedp_jax.planner.memory import ADAMW_STATE_BYTES
 from slidedp_jax.planner.presets import profile_of_kind
 from slidedp_jax.planner.search import Plan, plan
+from slidedp_jax.planner.stated_machine import Stated, machine
 from slidedp_jax.planner.strategy import Strategy, UpdatePolicy
 from slidedp_jax.planner.workload import BatchShape, Workload
 from slidedp_jax.process import current_setup
@@ -74,7 +75,7 @@ def plan_for(
     choices: Choices | None = None,
     keep_activations: bool | None = None,
     resident_state: bool | None = None,
-    hardware: HardwareProfile | None = None,
+    hardware: HardwareProfile | str | None = None,
     strategy: Strategy | None = None,
 ) -> Plan:
     """The fastest strategy for this process's devices that fits the budgets.
@@ -100,13 +101,20 @@ def plan_for(
       resident_state: let the training state of the lowest chunks stay on the GPUs where that makes
         a step faster, or the host has no room for it; None: on GPUs. Only for element-wise
         optimizers (not Muon, not Adafactor).
-      hardware: another machine; None means this one.
+      hardware: another machine, or the name of one GPU and the host assumed beside it ("rtx4090",
+        "h100"; `planner.stated_machine.machine` makes others of it); None means this one.
       strategy: what has been decided, such as that of a run that is resumed; None: the fastest.
 
     Raises:
-      UserError: nothing fits, or not the strategy; every limit is listed.
+      UserError: nothing fits, or not the strategy; every limit is listed. Or there is no such
+        hardware.
     """
     choices = choices or Choices()
+    if isinstance(hardware, str):
+        try:
+            hardware = machine(hardware, 1, Stated())
+        except ValueError as error:
+            raise UserError(str(error)) from None
     if hardware is None:
         hardware = this_machine(stated_host_bytes=_bytes(host_memory_budget_gib))
         host_devices = choices.num_host_devices or current_setup().num_host_devices

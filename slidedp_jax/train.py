@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import slidedp_jax
 from slidedp_jax.errors import UserError
 from slidedp_jax.interrupts import StopAtSignal
+from slidedp_jax.wording import columns_of, say_error
 
 if TYPE_CHECKING:
     from slidedp_jax.process import ProcessSetup
@@ -26,9 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0 done, 1 failed, 2 wrong command."""
     argv = sys.argv[1:] if argv is None else list(argv)
     if not argv or "--help" in argv or "-h" in argv:
-        from slidedp_jax.run.arguments import help_text
+        from slidedp_jax.run.settings_help import help_text
 
-        print(help_text())
+        print(help_text(columns_of(sys.stdout) or 80))
         return 0 if argv else EXIT_USAGE
     with StopAtSignal() as stop:
         return _run(argv, stop)
@@ -40,12 +41,12 @@ def _run(argv: Sequence[str], stop: StopAtSignal) -> int:
     try:
         args = parse_arguments(argv)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(error)
         return EXIT_USAGE
     try:
         return train(args, stop)
     except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(error)
         if error.__cause__ is not None and not isinstance(error, UserError):
             raise
         return EXIT_FAILED
@@ -79,30 +80,34 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int, stop: S
         attention_notes,
         check_attention,
         load_inputs,
-        make_plan,
         setting_notes,
     )
     from slidedp_jax.run.disk import disk_of_run
     from slidedp_jax.run.expert_products import changed_products, check_expert_products
+    from slidedp_jax.run.folder import BEGINS_ANEW
     from slidedp_jax.run.loop import Run
     from slidedp_jax.run.out_of_memory import explained
     from slidedp_jax.run.overview import data_details, opening
     from slidedp_jax.run.record import IN_CHECKPOINT
     from slidedp_jax.run.resume import recorded_strategy, resumption
-    from slidedp_jax.run.same_inputs import check_same
+    from slidedp_jax.run.same_inputs import check_same, differ
+    from slidedp_jax.run.ways_out import plan_or_ways_out
 
     started = folder.started
     inputs = load_inputs(args, num_devices, started)
     resumed, notes = resumption(folder.resume_from), list(folder.notes)
     before = folder.previous if resumed is None else resumed.extra.get(IN_CHECKPOINT)
     before = before or folder.previous
+    if before is not None and folder.left_nothing and differ(before["fingerprints"] or {}, inputs):
+        before = None
+        notes.append(f"{BEGINS_ANEW}, with other rows or another tokenizer")
     args, inputs, size_notes = with_batch_size(args, inputs, num_devices, before)
     notes += size_notes
     other_data = resumed is not None and resumed.other_data(inputs)
     if resumed is not None:
         inputs = resumed.continued(inputs, args)
         notes += resumed.notes(args, inputs)
-    check_same((before or {}).get("fingerprints"), inputs, other_rows=data_may_change(args))
+    check_same(before, inputs, other_rows=data_may_change(args))
     strategy, plan_notes = recorded_strategy(before, args)
     if other_data and strategy is not None and args.plan_from is None:
         strategy, plan_notes = None, ["planned anew for other data: the last bits may change"]
@@ -116,7 +121,7 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int, stop: S
     whole = args.dry_run or args.verbose
     if whole:
         print(data_details(inputs))
-    plan = make_plan(args, inputs, num_devices, strategy)
+    plan = plan_or_ways_out(args, inputs, num_devices, strategy)
     notes += batch_notes(args, inputs, plan, num_devices)
     at_once = plan.strategy.rows_per_microbatch * inputs.source.widths[-1]
     notes += changed_products(before, args, inputs.pretrained.config, at_once)
@@ -126,6 +131,8 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int, stop: S
     print(opening(args, inputs, plan, disk, notes, whole=whole), flush=True)
     if args.dry_run:
         return 0
+    if inputs.pretrained.hub_name is not None:
+        inputs.pretrained.fetch_weights()
     try:
         return Run(args, folder, inputs, plan, disk, stop, started).run(resumed)
     except BaseException as error:

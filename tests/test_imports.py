@@ -12,6 +12,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 OURS = "slidedp_jax"
 FLOORS = [
     {"jax_internals", "wording"},
+    {"command_parser"},
     {"models"},
     {"planner"},
     {

@@ -117,7 +117,7 @@ def passages(text: str) -> list[str]:
             else:
                 parts.append(piece)
             separator = "\n"
-    return parts
+    return [part.strip() for part in parts]  # else indentation joins the line break before it
 
 
 def module_docstrings() -> Iterator[tuple[str, str]]:

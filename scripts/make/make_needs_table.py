@@ -3,8 +3,9 @@
     python scripts/make/make_needs_table.py            print it
     python scripts/make/make_needs_table.py --write    put it into the README
 
-Rows of 4,096 tokens, AdamW in fp32, clipped, bf16 compute. The host has as many cores as the
-planner assumes beside the card, and memory enough; the table gives what the plan takes of it.
+Rows of 4,096 tokens, AdamW in fp32, clipped, bf16 compute. Machines are those that the planner
+assumes; where only their host memory is too small, what is needed is taken, and that is marked.
+So `plan` with the same words gives the same figures, or says that the host has no room.
 """
 
 from __future__ import annotations
@@ -63,46 +64,61 @@ class Cell:
       hours: of ten million tokens.
       host_gib: host memory, saving included.
       tokens_per_device: of a step.
+      beyond_host: that is more than the host has that is assumed beside the card.
     """
 
     hours: float
     host_gib: float
     tokens_per_device: int
+    beyond_host: bool = False
 
     def __str__(self) -> str:
         smaller = "" if self.tokens_per_device == TOKENS_PER_DEVICE[0] else "*"
         minutes = math.ceil(60 * self.hours)
         time = f"{minutes} min" if minutes < 100 else f"{self.hours:.1f} h"
-        return f"{time}{smaller}, {self.host_gib:,.0f} GiB"
+        return f"{time}{smaller}, {self.host_gib:,.0f} GiB{' †' if self.beyond_host else ''}"
 
 
-def planned(preset: str, hardware: HardwareProfile, tokens_per_device: int, **others: Any) -> Plan:
+def planned(
+    preset: str,
+    hardware: HardwareProfile,
+    tokens_per_device: int,
+    *,
+    host_gib: float | None = ENOUGH_GIB,
+    **others: Any,
+) -> Plan:
     """The fastest plan on a machine with memory enough in its host.
 
+    `host_gib`: of the host; None: as the hardware has it.
+
     Raises:
-      PlanError: the devices have no room.
+      PlanError: there is no room.
     """
+    if host_gib is not None:
+        hardware = replace(hardware, host_memory_bytes=host_gib * GIB)
     rows = hardware.num_devices * tokens_per_device // SEQ_LENGTH
     return plan(
         Workload.from_config(named_config(preset), name=preset),
         BatchShape(num_rows=rows, seq_length=SEQ_LENGTH),
-        replace(hardware, host_memory_bytes=ENOUGH_GIB * GIB),
+        hardware,
         **others,
     )
 
 
 def cell(preset: str, hardware: HardwareProfile) -> Cell | None:
-    """Hours and host memory of the largest steps that fit; None: none does."""
+    """Hours and host memory of the largest steps that fit the devices; None: none does."""
     for tokens in TOKENS_PER_DEVICE:
-        try:
-            chosen = planned(preset, hardware, tokens).chosen
-        except PlanError:
-            continue
-        return Cell(
-            hours=1e7 / chosen.time.tokens_per_s / 3600,
-            host_gib=chosen.memory.host_bytes / GIB,
-            tokens_per_device=tokens,
-        )
+        for host_gib in (None, ENOUGH_GIB):
+            try:
+                chosen = planned(preset, hardware, tokens, host_gib=host_gib).chosen
+            except PlanError:
+                continue
+            return Cell(
+                hours=1e7 / chosen.time.tokens_per_s / 3600,
+                host_gib=chosen.memory.host_bytes / GIB,
+                tokens_per_device=tokens,
+                beyond_host=host_gib is not None,
+            )
     return None
 
 

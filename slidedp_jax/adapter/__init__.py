@@ -11,6 +11,7 @@
 | `hidden_states.py` | what layers hand on, as the one array that the runtime hands on |
 | `stages.py` | the stages of parameters and functions that the runtime streams |
 | `check.py`, `made_up.py` | the stages against the user's own whole model, and on which numbers |
+| `place.py` | where they part |
 | `randomness.py` | random numbers by seed, step, row and layer |
 | `loss_check.py` | whether a loss is a sum over rows |
 | `workload.py`, `matmul_flops.py` | a foreign model's work, measured, for the planner |

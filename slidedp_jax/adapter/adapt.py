@@ -8,6 +8,7 @@ and so is whether the two are tied. Letters: B rows, T tokens, D hidden, V vocab
 from __future__ import annotations
 
 import fnmatch
+import inspect
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -24,9 +25,8 @@ from slidedp_jax.adapter.claims import claim, example_batch
 from slidedp_jax.adapter.loss_check import check_sum_over_rows
 from slidedp_jax.adapter.made_up import as_functions_see_it, moved_weights, random_rows
 from slidedp_jax.adapter.nnx_source import from_nnx
-from slidedp_jax.adapter.paths import Layers
+from slidedp_jax.adapter.paths import Layers, looks_stacked
 from slidedp_jax.adapter.source import Rows, Source
-from slidedp_jax.adapter.stacked import looks_stacked
 from slidedp_jax.adapter.stages import streamed_model
 from slidedp_jax.adapter.tree_source import from_tree
 from slidedp_jax.errors import UserError
@@ -208,6 +208,7 @@ def adapt(
         "layer": layer,
         "head_loss": head_loss,
     }
+    _check_signatures(embed=embed, layer=layer, head_loss=head_loss, whole_loss=whole_loss)
     if isinstance(model, nnx.Module):
         source = from_nnx(model, **parts, dropout=dropout)
     else:
@@ -218,6 +219,7 @@ def adapt(
     arrays = _token_arrays(token_arrays or {})
     batch = example_batch(1, tokens_per_row, packed=packed, token_arrays=arrays)
     claims = claim(source, batch, dropout=dropout, unused=left_out)
+    _warn_of_vocab_size(claims.embed, vocab_size)
     if dropout and not any(claims.draws):
         _LOG.warning(
             "dropout=True, but neither embed, layer nor head_loss draws random numbers: pass the "
@@ -257,6 +259,50 @@ def _warn_of_one_stack(source: Source) -> None:
             jax.tree.leaves(tree)[0].shape[0],
             path,
         )
+
+
+def _warn_of_vocab_size(embed: Mapping[str, Any], vocab_size: int) -> None:
+    """JAX gives NaN, and no error, for ids beyond a table."""
+    sizes = {size for leaf in embed.values() for size in leaf.shape}
+    if sizes and max(sizes) < vocab_size:
+        shapes = ", ".join(f"{name} {tuple(leaf.shape)}" for name, leaf in embed.items())
+        _LOG.warning(
+            "vocab_size is %d, but no parameter of embed has so many entries (%s): JAX gives nan "
+            "for ids beyond a table",
+            vocab_size,
+            shapes,
+        )
+
+
+_ARGUMENTS = {
+    "embed": ("model", "batch"),
+    "layer": ("layer", "x", "batch"),
+    "head_loss": ("model", "x", "batch"),
+    "whole_loss": ("model", "batch"),
+}
+
+
+def _check_signatures(**functions: Any) -> None:
+    """Whether the user's functions take what they will be called with.
+
+    Raises:
+      UserError: one does not.
+    """
+    for name, given in functions.items():
+        for fn in given if isinstance(given, Sequence) else [given]:
+            if fn is None:
+                continue
+            try:
+                signature = inspect.signature(fn)
+            except (TypeError, ValueError):  # some have none
+                continue
+            try:
+                signature.bind(*_ARGUMENTS[name])
+            except TypeError:
+                wanted = ", ".join(_ARGUMENTS[name])
+                raise UserError(
+                    f"{name} takes {signature}; it is called as {name}({wanted})"
+                ) from None
 
 
 def _matching(patterns: Sequence[str], source: Source) -> frozenset[str]:

@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from slidedp_jax.adapter.place import WholePass, place
 from slidedp_jax.errors import UserError
-from slidedp_jax.jax_internals import inner_programs, jaxpr_of, values_within
+from slidedp_jax.jax_internals import inner_programs, jaxpr_of
 from slidedp_jax.models.batch_arrays import IGNORED
 from slidedp_jax.models.streamed import LayerOutput, Stage, StreamedModel
 
@@ -104,6 +105,7 @@ class _Comparison:
                 f"the whole loss is {whole} (by the stages {loss}) at the model's weights, each a "
                 "little moved, so nothing can be compared: give check() a batch that the model can "
                 "compute, and the model weights that it can"
+                f"{self._of_vocab_size()}"
             )
         missed = [n for n in whole_marks if n not in marks and whole_marks[n][0] > 0]
         if missed:
@@ -112,18 +114,27 @@ class _Comparison:
                 "(unused= names it): its gradient is not zero"
             )
         if not _close(loss, whole, self._rtol):
-            raise UserError(self._of_losses(loss, whole, stages.hidden))
+            raise UserError(self._of_losses(loss, whole, stages))
         norm, whole_norm = _norm(marks), _norm({n: whole_marks[n] for n in marks})
         apart = {n: _distance(marks[n], whole_marks[n], whole_norm) for n in marks}
         wrong = [name for name, distance in apart.items() if not distance <= 10 * self._rtol]
         if wrong:
-            raise UserError(self._of_gradients(wrong, marks, whole_marks, stages.hidden))
+            raise UserError(self._of_gradients(wrong, marks, whole_marks, stages, whole))
         return Agreement(
             loss=loss,
             whole_loss=whole,
             gradient_norm=norm,
             whole_gradient_norm=whole_norm,
             largest_difference=max(apart.values()),
+        )
+
+    def _of_vocab_size(self) -> str:
+        shapes = jax.tree.leaves(self._model.embed.shapes)
+        if any(self._model.vocab_size <= size for leaf in shapes for size in leaf.shape):
+            return ""
+        return (
+            f". vocab_size is {self._model.vocab_size}, more than any table of embed has entries: "
+            "JAX gives nan for ids beyond one"
         )
 
     def _whole(self) -> tuple[float, dict[str, np.ndarray]]:
@@ -135,7 +146,7 @@ class _Comparison:
         loss, marks = run(self._values, self._batch)
         return float(loss), jax.tree.map(np.asarray, marks)
 
-    def _of_losses(self, loss: float, whole: float, hidden: list[jax.Array]) -> str:
+    def _of_losses(self, loss: float, whole: float, stages: _StagePass) -> str:
         said = (
             f"the stages do not compute the loss of the whole model: {loss:.7g} by embed, layer "
             f"and head_loss, {whole:.7g} by the model's own forward pass"
@@ -145,14 +156,15 @@ class _Comparison:
                 f"{said}, which is the sum over the {self._count:.0f} supervised tokens; the whole "
                 "loss must be their mean, as the trainer reports it"
             )
-        return f"{said}. {self._place(hidden)}"
+        return f"{said}. {self._place(stages, whole)}"
 
     def _of_gradients(
         self,
         wrong: list[str],
         marks: Mapping[str, np.ndarray],
         whole_marks: Mapping[str, np.ndarray],
-        hidden: list[jax.Array],
+        stages: _StagePass,
+        whole: float,
     ) -> str:
         listed = ", ".join(
             f"{name} (norm {marks[name][0]:.4g}, whole model {whole_marks[name][0]:.4g})"
@@ -161,33 +173,27 @@ class _Comparison:
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         return (
             f"the stages give the loss of the whole model but other gradients, of {listed}{more}. "
-            f"{self._place(hidden)}. If values agree everywhere, one side stops a gradient that "
-            "the other does not"
+            f"{self._place(stages, whole)}. If values agree everywhere, one side stops a gradient "
+            "that the other does not"
         )
 
-    def _place(self, hidden: list[jax.Array]) -> str:
-        """Where values part: after the last stage whose hidden states the whole model has too."""
-        size = hidden[0].size
+    def _place(self, stages: _StagePass, whole: float) -> str:
+        """Where values part, in words."""
 
-        @jax.jit
-        def distances(values: Any, batch: Any, hidden: list[jax.Array]) -> jax.Array:
-            flat = jax.tree.leaves((values, batch))
-            found = values_within(self._program, flat, size)
-            return jnp.stack([_nearest(found, own) for own in hidden])
+        def stage(number: int, x: jax.Array) -> jax.Array | bool:
+            if number <= len(self._model.layers):
+                return stages.layer(number - 1, x)
+            return _close(stages.loss_from(x), whole, self._rtol)
 
-        apart = np.asarray(distances(self._values, self._batch, hidden))
-        same = [number for number, distance in enumerate(apart) if distance <= self._rtol]
-        names = ["embed", *(stage.name for stage in self._model.layers), "head_loss"]
-        if not same:
-            return (
-                "They part in embed, or the model's own forward pass never holds its hidden states "
-                "as one array"
-            )
-        first = same[-1] + 1
-        before = f"the hidden states that {names[same[-1]]} gives are those of the whole model"
-        if first == len(names) - 1:
-            return f"They part in head_loss: {before}"
-        return f"They part in the layer at {names[first]}: {before}, what it gives is not"
+        own = [self._model.embed, *self._model.layers, self._model.head]
+        return place(
+            WholePass(self._program, self._values, self._batch, stages.hidden[0].size),
+            stages.hidden,
+            ["embed", *(layer.name for layer in self._model.layers), "head_loss"],
+            [one.parameter_names() for one in own],
+            stage,
+            self._rtol,
+        )
 
 
 class _StagePass:
@@ -205,6 +211,7 @@ class _StagePass:
         self._batch = batch
         self._scale = jnp.float32(1 / count)
         self.hidden: list[jax.Array] = []
+        self._of_layers = 0.0
 
     def run(self) -> tuple[float, dict[str, np.ndarray]]:
         model = self._model
@@ -216,12 +223,27 @@ class _StagePass:
             x = output.x if isinstance(output, LayerOutput) else output
             total += _own_loss(output)
             self.hidden.append(x)
+        self._of_layers = total
         marks: dict[str, np.ndarray] = {}
         losses, dx, tied = self._head(embed, x, marks)
         for number in reversed(range(len(model.layers))):
             dx = self._layer(number, dx, marks)
         self._embed(embed, dx, tied, marks)
         return (total + losses) * float(self._scale), marks
+
+    def layer(self, number: int, x: jax.Array) -> jax.Array:
+        """What a layer gives of some hidden states."""
+        stage, fn = self._model.layers[number], self._model.layer_fns[number]
+        output = _forward(fn, self._params(stage), x, self._of_layer(number))
+        result: jax.Array = output.x if isinstance(output, LayerOutput) else output
+        return result
+
+    def loss_from(self, x: jax.Array) -> float:
+        """The mean loss, with other hidden states for the head."""
+        embed = self._params(self._model.embed) if self._model.tied else None
+        head = self._params(self._model.head)
+        losses = _forward(self._model.head_loss_fn, head, embed, x, self._batch)
+        return (self._of_layers + float(losses)) * float(self._scale)
 
     def _head(self, embed: Any, x: jax.Array, marks: dict[str, np.ndarray]) -> Any:
         tied = self._model.tied
@@ -277,6 +299,11 @@ def _own_loss(output: Any) -> float:
 
 
 @partial(jax.jit, static_argnums=0)
+def _forward(fn: Any, *arguments: Any) -> Any:
+    return fn(*arguments)
+
+
+@partial(jax.jit, static_argnums=0)
 def _backward(
     fn: Any, params: Any, x: jax.Array, batch: Any, dx: jax.Array, scale: jax.Array
 ) -> tuple[Any, jax.Array]:
@@ -308,14 +335,6 @@ def _distance(mark: np.ndarray, wanted: np.ndarray, whole_norm: float) -> float:
 
 def _close(value: float, wanted: float, rtol: float) -> bool:
     return abs(value - wanted) <= rtol * max(abs(wanted), abs(value))
-
-
-def _nearest(found: list[jax.Array], own: jax.Array) -> jax.Array:
-    """Distance of an array to the nearest of some of its size, over its norm."""
-    own = own.astype(jnp.float32).reshape(-1)
-    size = jnp.linalg.norm(own)
-    distances = [jnp.linalg.norm(x.astype(jnp.float32).reshape(-1) - own) / size for x in found]
-    return jnp.min(jnp.stack(distances)) if distances else jnp.float32(jnp.inf)
 
 
 def _check_scalar(program: Any) -> None:

@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from slidedp_jax.adapter.hidden_states import HiddenStates
-from slidedp_jax.adapter.paths import named_leaves
+from slidedp_jax.adapter.paths import looks_stacked, named_leaves
 from slidedp_jax.adapter.randomness import IMPLEMENTATION
 from slidedp_jax.adapter.source import Rows, Source
-from slidedp_jax.adapter.stacked import looks_stacked
 from slidedp_jax.errors import UserError
 from slidedp_jax.jax_internals import draws_from_constants, inputs_read
 from slidedp_jax.models.streamed import Stage
@@ -73,7 +72,8 @@ def claim(source: Source, batch: Rows, *, dropout: bool, unused: Set[str]) -> Cl
     """
     leading = batch["input_ids"].shape
     of_layer = Rows(batch, layer_index=jax.ShapeDtypeStruct((), jnp.int32))
-    embed = trace("embed", source.embed, dict(source.shapes), (batch,), dropout)
+    with _noting("slidedp_jax called embed(model, batch)."):
+        embed = trace("embed", source.embed, dict(source.shapes), (batch,), dropout)
     hidden, states = HiddenStates(embed.result, leading), embed.result
     traced: dict[Any, Traced] = {}
     layers: list[Traced] = []
@@ -81,7 +81,7 @@ def claim(source: Source, batch: Rows, *, dropout: bool, unused: Set[str]) -> Cl
     for (path, tree), fn in zip(source.layers, source.layer_fns, strict=True):
         what = f"layer at {path}"
         if fn not in traced:
-            with _noting(source, path):
+            with _noting(_about_layers(source, path)):
                 traced[fn] = trace(what, fn, tree, (states, of_layer), dropout)
             hidden.check(_without_aux(traced[fn].result, what), leading, what)
         layers.append(traced[fn])
@@ -90,7 +90,8 @@ def claim(source: Source, batch: Rows, *, dropout: bool, unused: Set[str]) -> Cl
             name: inner in traced[fn].reads
             for name, inner in zip(own, named_leaves(tree), strict=True)
         }
-    head = trace("head_loss", source.head_loss, dict(source.shapes), (states, batch), dropout)
+    with _noting("slidedp_jax called head_loss(model, x, batch)."):
+        head = trace("head_loss", source.head_loss, dict(source.shapes), (states, batch), dropout)
     _check_loss(head.result)
     _check_claims(set(source.shapes), in_layers, embed.reads, head.reads, unused)
     own_of_head = head.reads - embed.reads
@@ -161,22 +162,31 @@ def trace(
 
 
 @contextlib.contextmanager
-def _noting(source: Source, path: str) -> Iterator[None]:
-    """What a user's layer raises says for which layer it was called."""
+def _noting(note: str) -> Iterator[None]:
+    """What a user's function raises says as which stage it was called."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        error.add_note(_about_layers(source, path))
+        error.add_note(note)
+        if type(error).__name__ == "InvalidRngError":  # Linen's
+            error.add_note(
+                "It draws random numbers: pass dropout=True to adapt(), and hand the module a key "
+                "from the batch, rngs={'dropout': batch['key']}, in training (batch.get('key') is "
+                "None in evaluation: deterministic=True then)."
+            )
         raise
 
 
 def _about_layers(source: Source, path: str) -> str:
     paths = [path for path, _ in source.layers]
     listed = ", ".join(paths[:4]) + (", ..." if len(paths) > 4 else "")
-    note = f"slidedp_jax called layer for {path}; layers= gives {len(paths)} layers: {listed}."
-    if looks_stacked([tree for _, tree in source.layers]):
+    note = (
+        f"slidedp_jax called layer(layer, x, batch) for {path}; layers= gives {len(paths)} layers: "
+        f"{listed}."
+    )
+    if not source.stacked and looks_stacked([tree for _, tree in source.layers]):
         note += (
             " All their arrays have the same first dimension: if that is the number of layers, "
             "these are parts of stacked layers. Pass layers=slidedp_jax.Stacked(path of them all)."

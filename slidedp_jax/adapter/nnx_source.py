@@ -82,6 +82,7 @@ def from_nnx(
         layer_fns=tuple(layer_fns),
         head_loss=of_whole(head_loss, "head_loss"),
         whole=lambda fn: lambda values, batch: fn(whole.merged(named.tree(values), None), batch),
+        stacked=bool(stacks),
         write_back=write_back,
     )
 

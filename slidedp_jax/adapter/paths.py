@@ -83,6 +83,12 @@ def _keys(node: Any) -> str:
     return ", ".join((by_number(keys) or sorted(keys))[:20]) or "nothing"
 
 
+def looks_stacked(tree: Any) -> bool:
+    """Whether all arrays of a tree, which are several, have the same first dimension above 1."""
+    first = {leaf.shape[:1] for leaf in jax.tree.leaves(tree)}
+    return len(jax.tree.leaves(tree)) > 1 and len(first) == 1 and first.pop() > (1,)
+
+
 def layer_nodes(
     root: Any, layers: Layers, is_layer: Any
 ) -> tuple[tuple[str, Any, Stacked | None], ...]:
@@ -116,11 +122,28 @@ def layer_nodes(
                 "layer; if its arrays hold all layers along an axis, as nn.scan and nnx.vmap make "
                 f"them, layers=slidedp_jax.Stacked({layers!r})"
             )
+        if isinstance(group, Mapping):
+            _refuse_parts_of_a_stack(group, layers)
         keys = _ordered_keys(group, layers) if isinstance(group, Mapping) else range(len(group))
         nodes = tuple((f"{layers}.{key}", group[key], None) for key in keys)
     if not nodes:
         raise UserError(f"layers={layers!r} holds no layer; a decoder has at least one")
     return nodes
+
+
+def _refuse_parts_of_a_stack(group: Mapping[Any, Any], layers: str) -> None:
+    """A mapping that is one layer's parts, each of whose arrays holds all layers."""
+    if not all(hasattr(leaf, "shape") for leaf in jax.tree.leaves(group)):
+        return  # modules, which are told apart by themselves
+    kinds = {str(jax.tree.map(lambda leaf: leaf.shape, part)) for part in group.values()}
+    if by_number(group) is None and len(kinds) > 1 and looks_stacked(group):
+        size = jax.tree.leaves(group)[0].shape[0]
+        raise UserError(
+            f"layers={layers!r} holds {_keys(group)}, which look like the parts of stacked layers: "
+            f"all their arrays have the first dimension {size}. If that is the number of layers "
+            f"(nn.scan, a scan of one's own), give layers=slidedp_jax.Stacked({layers!r}); if each "
+            "of these is a layer, give the list of their paths, bottom first"
+        )
 
 
 def by_number(names: Iterable[Any]) -> list[Any] | None:

@@ -41,6 +41,7 @@ class Source:
       head_loss: (values, x, batch, key) -> scalar.
       whole: a function of the user's whole model, (model, batch) -> anything, as one of
         (values, batch), all of which have values.
+      stacked: whether layers lie in stacks, and were taken apart.
       write_back: masters by name -> the user's model with them; names that are left out stay as
         they are.
     """
@@ -52,6 +53,7 @@ class Source:
     layer_fns: tuple[Callable[[Tree, jax.Array, Batch, Key], Any], ...]
     head_loss: Callable[[Values, jax.Array, Batch, Key], jax.Array]
     whole: Callable[[Callable[..., Any]], Callable[[Values, Batch], Any]]
+    stacked: bool
     write_back: Callable[[Mapping[str, np.ndarray]], Any]
 
 

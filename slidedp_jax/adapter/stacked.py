@@ -134,12 +134,6 @@ class StackedLeaves:
         return self._stack_of[name].together(parts, self._leaves[name])
 
 
-def looks_stacked(tree: Any) -> bool:
-    """Whether all arrays of a tree, which are several, have the same first dimension above 1."""
-    first = {leaf.shape[:1] for leaf in jax.tree.leaves(tree)}
-    return len(jax.tree.leaves(tree)) > 1 and len(first) == 1 and first.pop() > (1,)
-
-
 def _is_in_host_memory(array: jax.Array) -> bool:
     """Whether NumPy can look at an array without a copy."""
     return len(array.devices()) == 1 and next(iter(array.devices())).platform == "cpu"

@@ -64,6 +64,7 @@ def from_tree(
         layer_fns=layer_fns,
         head_loss=_of_tree(named, head_loss),
         whole=lambda fn: lambda values, batch: fn(named.tree(values), batch),
+        stacked=bool(stacks),
         write_back=write_back,
     )
 

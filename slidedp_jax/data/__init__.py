@@ -25,6 +25,7 @@ NumPy only; no JAX, no PyTorch.
 
 from slidedp_jax.data.batches import BatchSource, StepBatch, StepSize, row_widths
 from slidedp_jax.data.chat_template import ChatTemplate, ChatTemplateError
+from slidedp_jax.data.encode import NeedsTokenizer
 from slidedp_jax.data.example_settings import ExampleSettings
 from slidedp_jax.data.examples import IGNORED, Examples, ExamplesBuilder
 from slidedp_jax.data.packing import RowPlan, one_per_row, pack
@@ -44,6 +45,7 @@ __all__ = [
     "ExampleSettings",
     "Examples",
     "ExamplesBuilder",
+    "NeedsTokenizer",
     "RowError",
     "RowPlan",
     "StepBatch",

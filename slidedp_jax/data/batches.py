@@ -319,8 +319,10 @@ class BatchSource:
         other = [
             f"{key} was {state.get(key)!r}, is {value!r}"
             for key, value in mine.items()
-            if state.get(key) != value
+            if key != "data" and state.get(key) != value
         ]
+        if state.get("data") != mine["data"]:
+            other.append("token ids, labels or boundaries of the rows differ")
         if other:
             raise UserError(
                 "the stored data position belongs to other data or another order: "

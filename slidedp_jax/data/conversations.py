@@ -32,7 +32,7 @@ _CALLS = ("function_call", "function_calls", "tool_call", "tool_calls")
 
 _KNOWN = {role: role for role in ROLES} | _OTHER_NAMES | dict.fromkeys(_CALLS, "assistant")
 _FLAGS = ("train", "weight", "loss")
-_REASONING = ("reasoning_content", "reasoning", "thinking")
+REASONING = ("reasoning_content", "reasoning", "thinking")
 
 _TRAIN_ON_OTHERS = (
     "{} [message that is not the assistant's asks|messages that are not the assistant's ask] to be "
@@ -136,7 +136,7 @@ def _read_turn(fields: Fields, turn: Any, key: str) -> Turn:
         message |= {"content": thought, "tool_calls": calls}
     else:
         _check_content(fields, message, f"{key}.{what}")
-    for name in _REASONING:
+    for name in REASONING:
         if message.get(name) == "":  # no reasoning; templates may test for the key
             del message[name]
     train = role == "assistant"

@@ -15,6 +15,7 @@ import numpy as np
 import tokenizers
 
 from slidedp_jax.data.chat_template import Span
+from slidedp_jax.data.conversations import REASONING
 from slidedp_jax.data.empty_reasoning import learnt_empty_reasoning
 from slidedp_jax.data.example_settings import ExampleSettings
 from slidedp_jax.data.examples import IGNORED
@@ -38,6 +39,12 @@ _SHARED_TOKEN = (
     "{} [answer shares its|answers share their] first token with what stands before; the model "
     "does not learn it"
 )
+
+_EMPTY = "{} [answer is|answers are] empty: the model learns to end at once"
+
+
+class NeedsTokenizer(UserError):
+    """Rows of text came up, and the model's folder has no tokenizer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +75,9 @@ class Encoder:
     @property
     def _tokenizer(self) -> Tokenizer:
         if self._given is None:
-            raise UserError("rows of text need a tokenizer; only `input_ids` rows go without one")
+            raise NeedsTokenizer(
+                "rows of text need a tokenizer; only `input_ids` rows go without one"
+            )
         return self._given
 
     def encode(self, rows: Sequence[Row]) -> list[Encoded | RowError]:
@@ -107,6 +116,8 @@ class Encoder:
         _check_text(row, located.text)
         learnt = [(0, len(located.text))] if loss_on == "all" else located.learnt
         remarks = unprinted(row, located) if learnt else []
+        if learnt:
+            remarks.append(Remark(text=_EMPTY, count=_empty_answers(wanted, loss_on == "all")))
         remarks += learnt_empty_reasoning(row, located, learnt, template.source)
         if self._never_stops(wanted, located):
             remarks.append(Remark(text=_NEVER_STOPS))
@@ -159,8 +170,10 @@ class Encoder:
             if apart:
                 whole = prompt + self._tokenizer.encode(row.completion)
             given = 0 if self._settings.loss_on == "all" else len(prompt)
-            remarks = (Remark(text=_TOKENISED_APART),) if apart else ()
-            results[index] = self._document(whole, given, remarks)
+            remarks = [Remark(text=_TOKENISED_APART)] if apart else []
+            if not row.completion.strip() and self._settings.append_eos:
+                remarks.append(Remark(text=_EMPTY))
+            results[index] = self._document(whole, given, tuple(remarks))
 
     def _document(self, ids: list[int], given: int, remarks: tuple[Remark, ...] = ()) -> Encoded:
         """A text between what the tokenizer puts around it, of which the first ids are given."""
@@ -173,6 +186,17 @@ class Encoder:
             supervised=np.arange(len(whole)) >= given,
             remarks=remarks,
         )
+
+
+def _empty_answers(row: ChatRow, all_learnt: bool) -> int:
+    """Answers that are learnt and say nothing: no words, no call, no reasoning."""
+    return sum(
+        message["role"] == "assistant"
+        and (all_learnt or learnt)
+        and not message["content"].strip()
+        and not any(message.get(name) for name in ("tool_calls", *REASONING))
+        for message, learnt in zip(row.messages, row.train, strict=True)
+    )
 
 
 def _check_text(row: ChatRow, text: str) -> None:

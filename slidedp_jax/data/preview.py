@@ -16,7 +16,7 @@ from slidedp_jax.data.examples import IGNORED, Examples
 from slidedp_jax.data.packing import pack
 from slidedp_jax.data.report import DataReport
 from slidedp_jax.data.tokenizer import Tokenizer
-from slidedp_jax.wording import counted
+from slidedp_jax.wording import counted, wrapped
 
 BEGIN, END = "⟦", "⟧"
 """Around each run of supervised tokens."""
@@ -82,6 +82,7 @@ def account(
     indices: Sequence[int] = (0,),
     colour: bool = False,
     run_tokens: int | None = SHORT,
+    columns: int | None = None,
 ) -> str:
     """What became of files' rows, and some of the examples: for the start of a run.
 
@@ -92,12 +93,14 @@ def account(
       indices: which examples.
       colour: as for `preview`.
       run_tokens: as for `preview`.
+      columns: of the terminal, to which the counts are broken; None breaks nothing.
     """
     shown = [
         preview(examples, tokenizer, index, colour=colour, run_tokens=run_tokens)
         for index in indices
     ]
-    return "\n\n".join([str(report), *(text.rstrip("\n") for text in shown)])
+    counts = wrapped(str(report), columns)
+    return "\n\n".join([counts, *(text.rstrip("\n") for text in shown)])
 
 
 def packing_line(examples: Examples, max_seq_length: int) -> str:

@@ -2,12 +2,13 @@
 
 | file | |
 |---|---|
-| `arguments.py` | its settings, from YAML and command line |
+| `arguments.py`, `settings_help.py` | its settings, from YAML and command line; their help |
 | `other_tools.py` | settings of other trainers, answered |
 | `data_settings.py` | those of them that say how rows become examples |
 | `changes.py` | which of them a resumed run may have otherwise |
 | `checks.py` | what is checked before anything expensive |
 | `expert_products.py` | which kernels compute a mixture's products |
+| `ways_out.py` | the plan, or what would fit where nothing does |
 | `batch_size.py` | rows of a step: the planner's choice, and what others would give |
 | `resume.py` | going on with a run: how much is left, what has changed, by which plan |
 | `same_inputs.py` | whether rows, tokenizer and model are those of the run, by content |

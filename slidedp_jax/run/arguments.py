@@ -11,6 +11,7 @@ import difflib
 import json
 import math
 import pathlib
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -26,11 +27,15 @@ from slidedp_jax.planner.optimizers import (
     WHOLE_PARAMETER_OPTIMIZERS as WHOLE_PARAMETER_OPTIMIZERS,
 )
 from slidedp_jax.planner.optimizers import OptimizerName
+from slidedp_jax.planner.stated_machine import Stated
 from slidedp_jax.planner.strategy import GradientRoute, WeightRoute
 from slidedp_jax.run.other_tools import CALLED_HERE, answer
 from slidedp_jax.state.weight_rounding import Rounding
 
 AUTO_BATCH_SIZE: Final = "auto"
+STATED = tuple(Stated.__dataclass_fields__)
+"""Settings that say what the machine has that `hardware` names."""
+
 Scheduler = Literal["cosine", "linear", "constant", "constant_with_warmup"]
 
 
@@ -56,7 +61,9 @@ class TrainArguments:
         "model", "kernels of experts; auto: by what was measured on such a device", "auto"
     )
     dtype: Literal["bfloat16", "float32"] = _setting(
-        "model", "of forward and backward; master weights are always float32", "bfloat16"
+        "model",
+        "bfloat16 or float32, of forward and backward; master weights are always float32",
+        "bfloat16",
     )
     weight_rounding: Rounding | None = _setting(
         "model",
@@ -139,6 +146,12 @@ class TrainArguments:
         "devices", "folder for compiled programs, null for none; auto: user's cache, on GPUs", AUTO
     )
     hardware: str | None = _setting("devices", "with dry_run: plan for this machine", None)
+    host_cores: int | None = _setting("devices", "with hardware: cores of that host", None)
+    host_memory_gib: float | None = _setting("devices", "with hardware: memory of that host", None)
+    link_gb_per_s: float | None = _setting(
+        "devices", "with hardware: from that host to each GPU, and back", None
+    )
+    device_memory_gib: float | None = _setting("devices", "with hardware: memory of a GPU", None)
     dry_run: bool = _setting("devices", "check everything, print the plan, stop", False)
 
     save_steps: int | None = _setting("output", "steps between saves; null: see save_at_end", 500)
@@ -212,6 +225,14 @@ class TrainArguments:
                 f"export_rounding dither is for exports in bfloat16, export_dtype is "
                 f"{self.export_dtype}; drop one of them"
             )
+        stated = [name for name in STATED if getattr(self, name) is not None]
+        if stated and self.hardware is None:
+            raise UserError(
+                f"{', '.join(stated)} says what another machine has, and goes with --hardware; "
+                "what a run may use of this one: host_memory_budget, device_memory_budget"
+            )
+        if self.hardware is not None and not self.dry_run:
+            raise UserError("hardware plans for another machine; it goes with --dry_run only")
         if not self.train_file:
             raise UserError("train_file is empty; give at least one file")
 
@@ -255,11 +276,15 @@ def parse_arguments(
     """
     given = _command_line(argv)
     values: dict[str, Any] = dict(defaults or {})
+    unknown: list[str] = []
     config = given.pop("config", None)
     if config is not None:
-        values.update(_from_file(pathlib.Path(_one("config", config))))
-    for name, texts in given.items():
-        values[_known(name, "flag --")] = texts
+        of_file, unknown = _from_file(pathlib.Path(_one("config", config)))
+        values.update(of_file)
+    unknown += [_unknown(name, "flag --") for name in given if name not in FIELDS]
+    if unknown:
+        raise UserError("\n".join(unknown))
+    values.update(given)
     missing = [
         name
         for name, f in FIELDS.items()
@@ -303,25 +328,12 @@ def convert(name: str, value: Any) -> Any:
     return _plain(name, value, hint)
 
 
-def help_text() -> str:
-    """All settings by group, with types and defaults."""
-    lines = ["usage: python -m slidedp_jax.train [--config FILE.yaml] --name value ...", ""]
-    for group in dict.fromkeys(f.metadata["group"] for f in FIELDS.values()):
-        names = [name for name, f in FIELDS.items() if f.metadata["group"] == group]
-        lines += [f"{group}:", *help_lines(names), ""]
-    return "\n".join(lines)
-
-
-def help_lines(names: Sequence[str]) -> list[str]:
-    """A line for each of these settings."""
-    return [f"  --{name:<30}{_meaning(name)}{_default_text(FIELDS[name])}" for name in names]
-
-
-def _meaning(name: str) -> str:
+def meaning(name: str) -> str:
     """What a setting is, and what it can be."""
     text: str = FIELDS[name].metadata["help"]
-    missing = [str(choice) for choice in _choices(name) if str(choice) not in text]
-    return f"{text}: {', '.join(map(str, _choices(name)))}" if missing else text
+    choices = [str(choice) for choice in _choices(name)]
+    named = set(re.findall(r"[\w.]+", text))
+    return text if named.issuperset(choices) else f"{text}: {', '.join(choices)}"
 
 
 def _choices(name: str) -> tuple[Any, ...]:
@@ -329,16 +341,6 @@ def _choices(name: str) -> tuple[Any, ...]:
     hint = _HINTS[name]
     parts = (hint, *typing.get_args(hint))
     return next((typing.get_args(p) for p in parts if typing.get_origin(p) is Literal), ())
-
-
-def _default_text(f: dataclasses.Field[Any]) -> str:
-    if f.default is not dataclasses.MISSING:
-        allowed = typing.get_args(_HINTS[f.name])
-        named = [str(value) for value in allowed if str(value) not in f.metadata["help"]]
-        if typing.get_origin(_HINTS[f.name]) is Literal and len(named) > 1:
-            return f": {', '.join(map(str, allowed))} [{f.default}]"
-        return f" [{f.default}]"
-    return " [required]" if f.default_factory is dataclasses.MISSING else ""
 
 
 def _command_line(argv: Sequence[str]) -> dict[str, list[str]]:
@@ -358,7 +360,8 @@ def _command_line(argv: Sequence[str]) -> dict[str, list[str]]:
     return given
 
 
-def _from_file(path: pathlib.Path) -> dict[str, Any]:
+def _from_file(path: pathlib.Path) -> tuple[dict[str, Any], list[str]]:
+    """The settings in a file, and what is to be said of keys that are none."""
     try:
         content = yaml.safe_load(path.read_text())
     except OSError as error:
@@ -368,25 +371,27 @@ def _from_file(path: pathlib.Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{path} must hold `name: value` lines, got {type(content).__name__}")
     values: dict[str, Any] = {}
+    unknown = []
     for key, value in content.items():
-        name = _known(str(key).replace("-", "_"), f"key in {path}: ")
+        name = str(key).replace("-", "_")
+        if name not in FIELDS:
+            unknown.append(_unknown(name, f"key in {path}: "))
         if name in values:
             raise UserError(f"{path} gives {name} twice; give it once")
         values[name] = value
-    return values
+    return values, unknown
 
 
-def _known(name: str, where: str) -> str:
-    if name in FIELDS:
-        return name
+def _unknown(name: str, where: str) -> str:
+    """What is to be said of a name that is no setting."""
     lower = name.lower()
     if (ours := CALLED_HERE.get(lower)) is not None:
-        raise UserError(f"unknown {where}{name}; here it is called {ours} ({_meaning(ours)})")
+        return f"unknown {where}{name}; here it is called {ours} ({meaning(ours)})"
     if (text := answer(lower)) is not None:
-        raise UserError(f"unknown {where}{name}; {text}")
+        return f"unknown {where}{name}; {text}"
     near = difflib.get_close_matches(lower, FIELDS, n=3, cutoff=0.65)
     hint = f"did you mean {' or '.join(near)}?" if near else "see --help for all settings"
-    raise UserError(f"unknown {where}{name}; {hint}")
+    return f"unknown {where}{name}; {hint}"
 
 
 def _one(name: str, value: list[str]) -> str:

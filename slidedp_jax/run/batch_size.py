@@ -17,6 +17,7 @@ from slidedp_jax.run.arguments import AUTO_BATCH_SIZE, TrainArguments
 from slidedp_jax.run.checks import RunInputs, make_plan, with_rows_per_step
 from slidedp_jax.run.overview import step_seconds
 from slidedp_jax.run.time_text import duration
+from slidedp_jax.run.ways_out import plan_or_ways_out
 from slidedp_jax.wording import counted
 
 GAIN = 1.05
@@ -106,7 +107,7 @@ def _fastest(
     first = next(sizes)
     quick = plan is not None
     if plan is None:
-        plan = make_plan(args, inputs, num_devices, rows_per_step=first * others)
+        plan = plan_or_ways_out(args, inputs, num_devices, rows_per_step=first * others)
     best = _Found(size=first, tokens_per_s=plan.chosen.time.tokens_per_s)
     without_gain = 0
     for size in sizes:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from slidedp_jax.errors import UserError
-from slidedp_jax.run.arguments import TrainArguments
+from slidedp_jax.run.arguments import STATED, TrainArguments
 
 PATHS = ("model_name_or_path", "train_file", "chat_template_path")
 """Settings that name what is known by its content, wherever it lies and however that is spelled."""
@@ -34,6 +34,7 @@ MAY_CHANGE = frozenset(
         "weight_route",
         "gradient_route",
         "hardware",
+        *STATED,
         "dry_run",
         "attention",
         "expert_products",

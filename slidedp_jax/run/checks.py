@@ -13,14 +13,26 @@ from slidedp_jax.data import BatchSource, DataReport, StepSize
 from slidedp_jax.errors import UserError
 from slidedp_jax.models.config import ModelConfig
 from slidedp_jax.planner.candidates import Choices
-from slidedp_jax.planner.presets import named_hardware
+from slidedp_jax.planner.hardware import GIB, HardwareProfile
+from slidedp_jax.planner.optimizers import OptimizerName
 from slidedp_jax.planner.search import Plan
+from slidedp_jax.planner.stated_machine import Stated, machine
 from slidedp_jax.planner.strategy import Strategy
 from slidedp_jax.pretrained import Pretrained, from_pretrained
-from slidedp_jax.run.arguments import WHOLE_PARAMETER_OPTIMIZERS, TrainArguments
+from slidedp_jax.run.arguments import STATED, WHOLE_PARAMETER_OPTIMIZERS, TrainArguments
 from slidedp_jax.run.data_settings import example_settings
 from slidedp_jax.state.freezing import frozen_names
 from slidedp_jax.wording import counted
+
+USUAL_RATES: Mapping[OptimizerName, float] = {
+    "adamw": 1e-2,
+    "lion": 1e-2,
+    "adafactor": 1e-1,
+    "muon": 1e-1,
+    "sgd": 10.0,
+}
+"""Learning rates above which the user is told; of models that start from nothing, ten times those
+in use. The steps of the first four have a size that does not depend on the gradients'."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,14 +63,19 @@ def load_inputs(
 ) -> RunInputs:
     """Check the model folder by its headers, read and tokenise the data, count the steps.
 
+    Weights that are to come from the hub are left there (`Pretrained.fetch_weights`), and a dry run
+    does without.
+
     `now`: what templates take for the time; None is the time of rendering.
 
     Raises:
       UserError: anything about them that would stop the run later.
     """
     pretrained = from_pretrained(
-        args.model_name_or_path, chat_template=args.chat_template_path, now=now
+        args.model_name_or_path, weights=False, chat_template=args.chat_template_path, now=now
     )
+    if pretrained.has_weights if args.dry_run else pretrained.hub_name is None:
+        pretrained.fetch_weights()
     frozen_names(pretrained.config.parameter_shapes(), args.freeze)
     pretrained.check_router_losses(args.router_aux_loss_coef, args.router_z_loss_coef)
     for path in (*args.train_file, *args.validation_file):
@@ -153,12 +170,12 @@ def make_plan(
 
     hardware = None
     if args.hardware is not None:
-        if not args.dry_run:
-            raise UserError("hardware plans for another machine; it goes with --dry_run only")
         try:
-            hardware = named_hardware(args.hardware, num_devices=num_devices)
+            stated = Stated(**{name: getattr(args, name) for name in STATED})
+            hardware = machine(args.hardware, num_devices, stated)
         except ValueError as error:
             raise UserError(str(error)) from None
+        _check_budgets(args, hardware)
     names = (
         *("layers_per_chunk", "rows_per_microbatch", "loss_chunk_tokens"),
         *("weight_route", "gradient_route"),
@@ -186,6 +203,23 @@ def make_plan(
         hardware=hardware,
         strategy=strategy,
     )
+
+
+def _check_budgets(args: TrainArguments, hardware: HardwareProfile) -> None:
+    """Whether no more is to be used of another machine than it has.
+
+    Raises:
+      UserError: it is; the flag that states what it has is named.
+    """
+    for budget, what, have in (
+        (args.host_memory_budget, "host_memory", hardware.host_memory_bytes / GIB),
+        (args.device_memory_budget, "device_memory", hardware.device_memory_bytes / GIB),
+    ):
+        if budget is not None and budget > have:
+            raise UserError(
+                f"{what}_budget is {budget:g} GiB; {hardware.name} is taken to have {have:.2f} "
+                f"GiB: say with --{what}_gib what the machine has"
+            )
 
 
 def _state_bytes_per_parameter(args: TrainArguments, config: ModelConfig) -> float:
@@ -268,12 +302,25 @@ def attention_notes(inputs: RunInputs, args: TrainArguments) -> list[str]:
 def setting_notes(inputs: RunInputs, args: TrainArguments) -> list[str]:
     """What is allowed and does not do what one might expect."""
     notes = []
+    if args.dry_run and not inputs.pretrained.has_weights:
+        notes.append(
+            f"there are no weights in {inputs.pretrained.folder}, so they are not checked; the run "
+            f"{'fetches' if inputs.pretrained.hub_name else 'needs'} them"
+        )
     longest = inputs.pretrained.config.max_position_embeddings
     if longest is not None and inputs.source.widths[-1] > longest:
         notes.append(
             f"rows have up to {inputs.source.widths[-1]:,} tokens, the model was made for "
             f"{longest:,} (max_position_embeddings)"
         )
+    usual = USUAL_RATES[args.optim]
+    if args.learning_rate > usual:
+        notes.append(
+            f"learning_rate is {args.learning_rate:g}; with {args.optim}, more than {usual:g} "
+            "rarely trains anything (the default is 1e-05)"
+        )
+    if args.learning_rate == 0:
+        notes.append("learning_rate is 0: nothing is learnt")
     if args.eval_steps is not None and not args.validation_file:
         notes.append("eval_steps without validation_file: nothing is evaluated")
     if args.warmup_steps is not None and args.warmup_steps >= inputs.num_steps:
@@ -289,7 +336,8 @@ def epochs_note(inputs: RunInputs, args: TrainArguments) -> str:
     source, done = inputs.source, inputs.first_step
     epochs = source.epochs_after(max(0, inputs.num_steps - done))
     repeated = " (the data repeats, reshuffled)" if math.ceil(epochs) > 1 and args.max_steps else ""
-    rows, so_far = counted(source.rows_per_step, "row"), ""
+    packed = "packed " if args.packing else ""
+    rows, so_far = counted(source.rows_per_step, f"{packed}row"), ""
     if done:
         so_far = f"; {counted(done, 'step')}, {source.epochs_after():.2f} epochs are done"
     steps = counted(inputs.num_steps, "step")

@@ -7,14 +7,19 @@ import pathlib
 from typing import Any
 
 from slidedp_jax.checkpoint.save_restore import list_steps
-from slidedp_jax.disk_room import bytes_within, free_bytes, nearest_folder
+from slidedp_jax.disk_room import bytes_within, free_bytes, nearest_folder, write_rate
 from slidedp_jax.errors import UserError
-from slidedp_jax.planner.disk import DiskUse, disk_use
-from slidedp_jax.planner.hardware import size_text
+from slidedp_jax.planner.disk import DISK_BYTES_PER_S, DiskUse, disk_use
+from slidedp_jax.planner.hardware import GIB, size_text
 from slidedp_jax.planner.search import Plan
 from slidedp_jax.run.arguments import TrainArguments
 from slidedp_jax.run.folder import RunFolder
 from slidedp_jax.run.replaced import FOLDERS
+from slidedp_jax.run.time_text import duration
+from slidedp_jax.wording import counted
+
+LARGE_BYTES = GIB
+"""What takes long enough to write to be told, and to look at the disk's rate for."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,6 +34,7 @@ class RunDisk:
       limit: how many stay after a save.
       replaced_bytes: of a run that is there until the first save.
       free_bytes: on the file system of the output folder; None where it is not this machine's.
+      bytes_per_s: that it writes; None where that was not looked at.
     """
 
     root: pathlib.Path
@@ -38,6 +44,24 @@ class RunDisk:
     limit: int
     replaced_bytes: int
     free_bytes: int | None
+    bytes_per_s: float | None = None
+
+    @property
+    def saving(self) -> str | None:
+        """How long the disk takes for all saves and the export; None: not worth a word."""
+        use = self.use
+        one = use.checkpoint_bytes if self.saves else use.export_bytes
+        if one < LARGE_BYTES:
+            return None
+        rate = self.bytes_per_s or DISK_BYTES_PER_S
+        seconds = (len(self.saves) * use.checkpoint_bytes + use.export_bytes) / rate
+        saves = f"{counted(len(self.saves), 'save')} of {size_text(use.checkpoint_bytes)}"
+        what = [saves] * bool(self.saves) + ["the export"] * bool(use.export_bytes)
+        known = "measured just now" if self.bytes_per_s else "assumed"
+        return (
+            f"the disk takes {duration(seconds)} for {' and '.join(what)} "
+            f"({rate / 1e9:.2g} GB/s, {known})"
+        )
 
     def __str__(self) -> str:
         number, use = self.use.num_checkpoints, self.use
@@ -64,6 +88,7 @@ class RunDisk:
             "most_checkpoints": self.use.num_checkpoints,
             "export_bytes": self.use.export_bytes,
             "free_bytes": self.free_bytes,
+            "bytes_per_s": self.bytes_per_s,
         }
 
     def check(self) -> list[str]:
@@ -141,6 +166,7 @@ def disk_of_run(
         export_dtype=args.export_dtype,
         averaged=args.ema_decay is not None,
     )
+    large = max(use.checkpoint_bytes, use.export_bytes) >= LARGE_BYTES
     most = min(kept + len(saves), max(kept, args.save_total_limit) + 1)
     return RunDisk(
         root=folder.root,
@@ -156,6 +182,7 @@ def disk_of_run(
         if folder.replaces
         else 0,
         free_bytes=None if args.hardware is not None else free_bytes(folder.root),
+        bytes_per_s=write_rate(folder.root) if large and args.hardware is None else None,
     )
 
 

@@ -10,6 +10,7 @@ import shutil
 from typing import Any
 
 from slidedp_jax.checkpoint.save_restore import list_steps
+from slidedp_jax.errors import UserError
 from slidedp_jax.run.arguments import TrainArguments
 from slidedp_jax.run.changes import check_allowed, check_settings
 from slidedp_jax.run.lock import RunLock
@@ -18,6 +19,8 @@ from slidedp_jax.run.record import NAME, read_run, write_run
 from slidedp_jax.run.replaced import ReplacedRun
 from slidedp_jax.run.writable import make_writable, remove_if_empty
 from slidedp_jax.whole_files import UNFINISHED
+
+BEGINS_ANEW = "the run in output_dir left no checkpoint: it begins anew"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +50,11 @@ class RunFolder:
         """When the run was started first, in local time without a zone; now, if this is that."""
         before = None if self.previous is None else self.previous.get("started")
         return datetime.datetime.fromisoformat(before) if before else datetime.datetime.now()
+
+    @property
+    def left_nothing(self) -> bool:
+        """The run in the folder ended before it left a checkpoint or an export."""
+        return self.resume_from is None and not _exported(self.root)
 
     @property
     def checkpoints(self) -> pathlib.Path:
@@ -144,6 +152,10 @@ def _tidy(root: pathlib.Path) -> None:
     _remove_leftovers(root)
 
 
+def _exported(root: pathlib.Path) -> bool:
+    return any((root / name).is_dir() for name in ("export", "export_ema"))
+
+
 def _remove_leftovers(root: pathlib.Path) -> None:
     """What was being written or removed when a process ended."""
     leftovers = [folder.glob(f".*{UNFINISHED}") for folder in (root, root / "checkpoints")]
@@ -165,7 +177,13 @@ def _opened(args: TrainArguments, root: pathlib.Path, lock: RunLock) -> RunFolde
     previous, notes = read_run(root, newest)
     if previous is not None:
         by_content = newest is not None or previous["fingerprints"] is not None
-        notes += check_settings(args, previous["arguments"], root, by_content=by_content)
+        try:
+            notes += check_settings(args, previous["arguments"], root, by_content=by_content)
+        except UserError:
+            if newest is not None or _exported(root):
+                raise
+            previous = None
+            notes.append(f"{BEGINS_ANEW}, with other settings than before")
     return RunFolder(
         root=root, resume_from=newest, lock=lock, previous=previous, notes=tuple(notes)
     )

@@ -69,13 +69,14 @@ _CALLED: _Table = (
     ("save_steps", "checkpoint_interval save_interval checkpoint_every save_every"),
     ("eval_steps", "eval_interval eval_every"),
     ("logging_steps", "log_every_n_steps log_interval"),
-    ("num_devices", "gpus n_gpu n_gpus num_gpus num_processes nproc_per_node world_size"),
+    ("num_devices", "n_gpu n_gpus num_gpus num_processes nproc_per_node world_size"),
     ("devices", "gpu_ids cuda_visible_devices visible_devices"),
     ("platform", "use_cpu no_cuda device accelerator"),
     ("shuffle", "shuffle_dataset shuffle_merged_datasets disable_shuffling"),
     ("freeze", "freeze_layers frozen_parameters freeze_modules"),
     ("ema_decay", "ema use_ema"),
-    ("chat_template_path", "chat_template chat_template_jinja template"),
+    ("chat_template_path", "chat_template_jinja chat_template_file"),
+    ("chat_template_kwargs", "template_kwargs"),
     ("truncation_keep", "truncation_mode truncation_side"),
     ("over_long", "excess_length_strategy truncation"),
     (
@@ -126,6 +127,19 @@ _ANSWERS: _Table = (
         "are",
         "unfrozen_parameters trainable_parameters freeze_trainable_layers "
         "freeze_trainable_modules freeze_extra_modules",
+    ),
+    (
+        "the model's own chat template is used; a file with another goes to `chat_template_path`",
+        "template chat_template",
+    ),
+    (
+        "what the model's template asks for goes to `chat_template_kwargs`, here "
+        '{"enable_thinking": false}; `slidedp preview` shows what comes of it',
+        "enable_thinking thinking reasoning",
+    ),
+    (
+        "all GPUs are used; `num_devices` 2 takes two of them, `devices` 0,2 these",
+        "gpus gpu",
     ),
     (
         "nothing is quantised: master weights are float32, layers are computed in `dtype`",

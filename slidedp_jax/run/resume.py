@@ -24,7 +24,9 @@ from slidedp_jax.run.changes import SCHEDULE, data_may_change
 from slidedp_jax.run.checks import RunInputs
 from slidedp_jax.run.learning_rate import learning_rate
 from slidedp_jax.run.record import IN_CHECKPOINT, understood
+from slidedp_jax.run.same_inputs import counts_before
 from slidedp_jax.state.weight_rounding import Rounding, WeightRounding
+from slidedp_jax.wording import counted
 
 DECIDE_PLANS = (
     "device_memory_budget",
@@ -97,9 +99,10 @@ class Resumption:
             try:
                 inputs.source.restore(self.extra.get("data", {}))
             except UserError as error:
+                counts = counts_before(self.run.get("data_counts"), inputs)
                 raise UserError(
-                    f"{error}. To go on with the new rows, from their beginning: --allow_changed "
-                    "train_file"
+                    f"{error}{counts}. To go on with the new rows, from their beginning: "
+                    "--allow_changed train_file"
                 ) from None
         left = inputs.source.steps_until(args.num_train_epochs)
         return dataclasses.replace(
@@ -112,8 +115,8 @@ class Resumption:
         rows, now = before.get("rows_per_step"), inputs.source.rows_per_step
         if rows not in (None, now):
             notes.append(
-                f"steps have {now} rows now, {rows} before: devices, batch size or accumulation "
-                "have changed"
+                f"steps have {counted(now, 'row')} now, {rows:,} before: devices, batch size or "
+                "accumulation have changed"
             )
         if self.other_data(inputs):
             notes.append("the training rows or their order are others: they begin anew here")

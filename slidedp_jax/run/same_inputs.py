@@ -12,6 +12,7 @@ from typing import Any
 from slidedp_jax.data import Tokenizer
 from slidedp_jax.errors import UserError
 from slidedp_jax.run.checks import RunInputs
+from slidedp_jax.wording import counted
 
 ROWS, TOKENIZER = "rows", "tokenizer"
 _CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
@@ -30,30 +31,51 @@ def fingerprints(inputs: RunInputs) -> dict[str, str | None]:
     }
 
 
+def differ(before: Mapping[str, Any], inputs: RunInputs) -> bool:
+    """Whether rows or tokenizer are others than those that a run was started with."""
+    return any(before.get(name, now) != now for name, now in fingerprints(inputs).items())
+
+
 def check_same(
     before: Mapping[str, Any] | None, inputs: RunInputs, *, other_rows: bool = False
 ) -> None:
     """Whether a run goes on with what it was started with, as far as that was written down.
 
-    `other_rows`: they may be others.
+    Args:
+      before: what `record.read_run` gave of the run.
+      inputs: of this start.
+      other_rows: they may be others.
 
     Raises:
       UserError: the rows or the tokenizer are others.
     """
+    known = (before or {}).get("fingerprints") or {}
     now, hint = fingerprints(inputs), "; to go on with the new rows: --allow_changed train_file"
     what = {
-        ROWS: "the training rows, as token ids and labels,",
+        ROWS: "the training rows, as token ids and labels"
+        f"{counts_before((before or {}).get('data_counts'), inputs)},",
         TOKENIZER: f"the tokenizer in {inputs.pretrained.folder}",
     }
     if other_rows:
         del what[ROWS]
     for name, text in what.items():
-        if before is not None and before.get(name, now[name]) != now[name]:
+        if known.get(name, now[name]) != now[name]:
+            verb = "differ from those" if name == ROWS else "differs from that"
             raise UserError(
-                f"{text} differ from those that the run was started with (their fingerprint was "
-                f"{before[name]}, is {now[name]}). Give the same model folder, files and settings, "
-                f"or another output_dir{hint if name == ROWS else ''}"
+                f"{text} {verb} that the run was started with. Give the same model folder, files "
+                f"and settings, or another output_dir{hint if name == ROWS else ''}"
             )
+
+
+def counts_before(counts: Mapping[str, Any] | None, inputs: RunInputs) -> str:
+    """How many rows and tokens there were and are, in brackets; empty where it is not known."""
+    if not counts:
+        return ""
+    report = inputs.report
+    return (
+        f" ({counted(counts['rows_in'], 'row')} of {counts['num_tokens']:,} tokens then, "
+        f"{counted(report.rows_in, 'row')} of {report.num_tokens:,} now)"
+    )
 
 
 def base_model_name(name_or_path: str) -> str:

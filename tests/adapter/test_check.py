@@ -77,12 +77,58 @@ def wrong_at(number):
         ({"head_loss": without_norm}, r"part in head_loss: .* that blocks\.3 gives"),
         (
             {"layers": ["blocks.0", "blocks.3", "blocks.2", "blocks.1"]},
-            r"part in the layer at blocks\.3",
+            r"part in the layer at blocks\.3: .* computes other layers before this one: .* order",
         ),
     ],
 )
 def test_a_mistake_is_found_in_its_stage(changes, place):
     found(f"do not compute the loss of the whole model.*{place}", **changes)
+
+
+def without_places(model, batch):
+    return model.tokens(batch["input_ids"]) + 0 * embed(model, batch)
+
+
+def without_its_input(block, x, batch):
+    """What the block adds: that is an array of the whole model too."""
+    return block(x) - x
+
+
+def without_its_norm(block, x, batch):
+    """Of a layer's own beginning, not of what is before it."""
+    mean = jnp.cumsum(block.mix(x + 0 * block.norm(x)), axis=1)
+    return x + mean / jnp.arange(1, x.shape[1] + 1)[None, :, None]
+
+
+@pytest.mark.parametrize(
+    ("changes", "place"),
+    [
+        ({"embed": without_places}, r"in embed, or between it and the layer at blocks\.0: "),
+        ({"layer": without_its_input}, r"in blocks\.0, or between it and the layer at blocks\.1: "),
+        (
+            {"layer": [layer, layer, layer, without_its_input]},
+            r"in blocks\.3, or between it and head_loss: ",
+        ),
+        (
+            {"layer": [without_its_norm, layer, layer, layer]},
+            r"in the layer at blocks\.0: the hidden states that embed gives are those",
+        ),
+    ],
+)
+def test_what_is_a_part_of_the_next_stages_input_is_no_alibi(changes, place):
+    found(f"They part {place}", **changes)
+
+
+def test_a_scale_between_embedding_and_layers():
+    def whole(p, batch):
+        x = p["table"][batch["input_ids"]] * 4.0
+        for own in p["layers"]:
+            x = mix(own, x, batch["segment_ids"])
+        logits = (x * p["scale"][None, None]) @ p["table"].T
+        return sum_of_losses(logits, batch["targets"]) / jnp.sum(batch["targets"] >= 0)
+
+    with pytest.raises(UserError, match=r"in embed, or between it and the layer at layers\.0: "):
+        slidedp_jax.adapt(tree(), **TREE_PARTS, whole_loss=whole)
 
 
 def test_it_is_found_within_compiled_functions_and_loops():

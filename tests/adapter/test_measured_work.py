@@ -183,6 +183,8 @@ def test_layers_of_two_kinds_are_measured_apart_and_planned():
         choices=Choices(num_host_devices=8),
     )
     assert plan.chosen.memory.host["optimizer_state"] >= 8 * workload.num_parameters
+    elsewhere = plan_for(workload, rows_per_step=8, tokens_per_row=TOKENS, hardware="rtx4090")
+    assert "1 x rtx4090: " in repr(elsewhere)
     with Trainer(
         adapted.model, optax.adamw(1e-3), strategy=plan.strategy, kernel_form="whole"
     ) as trainer:

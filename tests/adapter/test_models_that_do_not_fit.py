@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from flax.errors import InvalidRngError
 from streamed_steps import adamw, strategy
 from toy_nnx import PARTS, VOCAB, WIDTH, Hybrid, Mixer, embed, head_loss, sum_of_losses
 
@@ -256,3 +257,37 @@ def test_other_state_needs_values():
     model.eval()
     abstract = nnx.eval_shape(lambda: model)
     refused(abstract, r"no nnx\.Param and has no value")
+
+
+def test_functions_that_take_something_else():
+    model = Hybrid(nnx.Rngs(0))
+    said = r"embed takes \(model\); it is called as embed\(model, batch\)"
+    refused(model, said, embed=lambda model: 1)
+    refused(model, r"called as layer\(layer, x, batch\)", layer=[lambda layer, x: x] * 4)
+    refused(model, r"called as head_loss\(model, x, batch\)", head_loss=lambda model, x: x)
+    refused(model, r"called as whole_loss\(model, batch\)", whole_loss=lambda model: 1.0)
+
+
+def test_what_a_function_raises_says_for_which_stage():
+    """Linen's dropout without random numbers, in the embedding and in a layer."""
+
+    def dropped(x):
+        return nn.Dropout(0.5, deterministic=False).apply({}, x)
+
+    parts = PARTS | TREE_PARTS
+    in_embed = {"embed": lambda p, batch: dropped(p["table"][batch["input_ids"]])}
+    in_layer = {"layer": lambda p, x, batch: dropped(x @ p["w"])}
+    for changes, called in ((in_embed, "embed(model,"), (in_layer, "layer(layer, x,")):
+        with pytest.raises(InvalidRngError) as caught:
+            slidedp_jax.adapt(pytree(layers=[{"w": jnp.ones((4, 4))}]), **(parts | changes))
+        first, second = caught.value.__notes__[-2:]
+        assert first.startswith(f"slidedp_jax called {called}")
+        assert "pass dropout=True to adapt()" in second
+
+
+def test_a_vocabulary_beyond_the_table(caplog):
+    parts = PARTS | {"vocab_size": VOCAB + 1}
+    adapted = slidedp_jax.adapt(Hybrid(nnx.Rngs(0)), **parts)
+    assert f"vocab_size is {VOCAB + 1}, but no parameter of embed has so many" in caplog.text
+    with pytest.raises(UserError, match=rf"vocab_size is {VOCAB + 1}, more than any table"):
+        adapted.check(lambda model, batch: jnp.mean(model(batch["input_ids"])) + jnp.nan)

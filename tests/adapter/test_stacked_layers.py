@@ -332,8 +332,13 @@ def test_a_stack_taken_for_a_list_of_its_modules_is_explained():
         with pytest.raises(Exception, match="Could not find parameter") as raised:
             slidedp_jax.adapt(params, **parts)
     (note,) = [note for note in raised.value.__notes__ if "slidedp_jax" in note]
-    assert "called layer for layers.LayerNorm_0" in note
+    assert "called layer(layer, x, batch) for layers.LayerNorm_0" in note
     assert "Pass layers=slidedp_jax.Stacked" in note
+    said = (
+        r"holds .*LayerNorm_0.* first dimension 12\..*give layers=slidedp_jax\.Stacked\('layers'\)"
+    )
+    with pytest.raises(UserError, match=said):
+        slidedp_jax.adapt(params, **(parts | {"layers": "layers"}))
 
 
 def test_a_stack_as_one_layer_is_warned_of(caplog):

@@ -1,6 +1,7 @@
 """Settings from file and command line: spellings, precedence, and what unknown names get."""
 
 import json
+import re
 import typing
 
 import pytest
@@ -10,9 +11,9 @@ from slidedp_jax.run.arguments import (
     FIELDS,
     TrainArguments,
     convert,
-    help_text,
     parse_arguments,
 )
+from slidedp_jax.run.settings_help import help_text
 from slidedp_jax.train import main
 
 NEEDED = ["--model_name_or_path", "m", "--train_file", "a.jsonl", "--output_dir", "o"]
@@ -149,6 +150,16 @@ def test_unknown_names_get_the_right_one(from_file, key, hint):
         parse_arguments([*NEEDED, f"--{key}", "1"])
 
 
+def test_all_unknown_names_are_answered_at_once(from_file):
+    with pytest.raises(UserError) as caught:
+        from_file("lr: 1\nweigth_decay: 1\n", "--gpus", "2", "--zzz", "1", "--seed", "1")
+    lines = str(caught.value).splitlines()
+    assert [line.split(";")[0].split()[-1] for line in lines] == [
+        *("lr", "weigth_decay", "--gpus", "--zzz")
+    ]
+    assert "learning_rate" in lines[0] and "weight_decay" in lines[1] and "`devices`" in lines[2]
+
+
 def test_files_that_are_not_settings(from_file, tmp_path):
     with pytest.raises(UserError, match="optimizer"):
         from_file("optimizer:\n  learning_rate: 1e-3\n")
@@ -183,9 +194,14 @@ def test_help_lists_everything_and_errors_exit_with_two(capsys):
     printed = capsys.readouterr().out
     assert printed.strip() == help_text().strip()
     assert all(f"--{name} " in printed for name in FIELDS)
-    lines = {line.split()[0]: line for line in printed.splitlines() if line.startswith("  --")}
+    assert max(map(len, printed.splitlines())) <= 80
+    texts = {words.split()[0]: words for words in printed.split("\n  --")[1:]}
     for name, hint in typing.get_type_hints(TrainArguments).items():
-        assert all(choice in lines[f"--{name}"] for choice in choices_of(hint)), name
+        said = texts[name].partition("[")[0]
+        for choice in choices_of(hint):
+            assert len(re.findall(rf"\b{choice}\b", said)) >= 1, name
+        listed = ", ".join(choices_of(hint))
+        assert not listed or " ".join(said.split()).count(listed) <= 1, name
     assert main([*NEEDED, "--weigth_decay", "0.1"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and "weight_decay" in error

@@ -124,7 +124,7 @@ def test_what_packing_would_give_is_said_and_true(inputs, many_rows, tmp_path, c
     tokens = int(re.search(r"tokens   ([\d,]+),", unpacked)[1].replace(",", ""))
     assert float(note[1]) == pytest.approx(100 * tokens / (400 * 256), rel=0.05)
     packed = said(packing=True)
-    assert f"{note[2]} steps of 8 rows, 1.00 epochs" in packed
+    assert f"{note[2]} steps of 8 packed rows, 1.00 epochs" in packed
     assert "--packing" not in packed
     # Rows that nothing can be put beside have nothing to gain.
     assert "--packing" not in said(max_seq_length=48, over_long="truncate")
@@ -142,7 +142,7 @@ def test_fewer_packed_rows_than_a_step_takes_come_with_a_smaller_batch(
     words = inputs.command(tmp_path / "out", dry_run=True, rows_per_microbatch=1, **settings)
     settings.pop("rows_per_microbatch", None)
     assert main(words) == 0
-    assert f"{more[2]} steps of {8 * int(more[1])} rows" in capsys.readouterr().out
+    assert f"{more[2]} steps of {8 * int(more[1])} packed rows" in capsys.readouterr().out
 
 
 def test_a_larger_batch_that_is_much_faster_is_named(inputs, many_rows, tmp_path, capsys):

@@ -1,6 +1,7 @@
 """Going on with other settings: what may change by itself, what when asked for, what never."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -87,7 +88,11 @@ def test_other_rows_begin_at_their_beginning(inputs, out, capsys):
     rows = write_rows(out.parent / "rows.jsonl", 72)
     settings = {"train_file": rows, "max_steps": "null", "num_train_epochs": 1}
     assert main(inputs.command(out, **settings)) == 1
-    assert "from their beginning: --allow_changed train_file" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "from their beginning: --allow_changed train_file" in error
+    assert (
+        "(48 rows of " in error and "72 rows of " in error and not re.search("[0-9a-f]{9}", error)
+    )
     inputs.train(out, allow_changed="train_file", save_steps=1, **settings)
     said = capsys.readouterr().out
     assert "note: the training rows or their order are others: they begin anew here" in said
@@ -101,6 +106,26 @@ def test_other_rows_begin_at_their_beginning(inputs, out, capsys):
     assert "at step 4" in said and "anew" not in said  # now they are the run's own
     again = [row for record in metrics(out)[2:] for row in record["row_ids"]]
     assert again == later
+
+
+def test_a_run_that_left_nothing_is_no_obstacle(inputs, begun, tmp_path, capsys):
+    """It ended before its first checkpoint, so nothing is lost by other settings or rows."""
+    out = tmp_path / "run"
+    out.mkdir()
+    for name in ("run.json", "metrics.jsonl"):
+        shutil.copy(begun / name, out)
+    rows = write_rows(tmp_path / "rows.jsonl", 72)
+    for change in ({"learning_rate": 2e-2, "optim": "sgd"}, {"train_file": rows}):
+        assert main(inputs.command(out, max_steps=3, dry_run=True, **change)) == 0
+        said = capsys.readouterr().out
+        assert "note: the run in output_dir left no checkpoint: it begins anew, with other" in said
+    assert main(inputs.command(out, max_steps=3, dry_run=True)) == 0
+    assert "begins anew" not in capsys.readouterr().out
+    (out / "export").mkdir()
+    assert main(inputs.command(out, max_steps=3, learning_rate=2e-2)) == 1
+    assert main(inputs.command(out, max_steps=3, train_file=rows)) == 1
+    error = capsys.readouterr().err
+    assert "learning_rate was 0.01" in error and "as token ids and labels (48 rows of" in error
 
 
 @pytest.mark.parametrize(

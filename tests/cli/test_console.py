@@ -177,7 +177,7 @@ def test_every_category_and_phase_of_a_plan_has_words():
                 work, layers=tuple(replace(x, decided_elements=deciding) for x in work.layers)
             )
             batch = BatchShape(num_rows=8, seq_length=4096, documents_per_row=documents)
-            for resident, kept in itertools.product((0, 4), (0, 36)):
+            for resident, kept in itertools.product((0, 4), (0, 20, 36)):
                 strategy = Strategy(
                     layers_per_chunk=1,
                     rows_per_microbatch=1,

@@ -4,6 +4,7 @@ import pytest
 
 import slidedp_jax
 from slidedp_jax.cli import _COMMANDS, main
+from slidedp_jax.wording import wrapped
 
 
 @pytest.mark.parametrize("word", ["--version", "-V", "version"])
@@ -23,7 +24,10 @@ def test_unknown_commands(capsys):
     assert main(["foo"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("error: there is no command 'foo'\nusage: slidedp {train,")
+    assert captured.err == (
+        "error: there is no command 'foo'; there are train, preview, plan, export, generate "
+        "(`slidedp --help`)\n"
+    )
     assert main(["trian"]) == 2
     assert "'trian'; did you mean train?" in capsys.readouterr().err
     assert main([]) == 2
@@ -38,4 +42,28 @@ def test_every_command_has_a_help(name, capsys):
         assert stopped.code == 0
     usage = capsys.readouterr().out
     assert usage.startswith("usage: ")
-    assert f"slidedp {name}" in usage or f"-m slidedp_jax.{name}" in usage
+    assert usage.startswith(f"usage: slidedp {name}")
+
+
+@pytest.mark.parametrize("name", ["plan", "export", "generate", "preview"])
+def test_wrong_flags_are_said_in_a_line_without_the_usage(name, capsys):
+    words = {"plan": ["--preset"], "export": ["a"], "generate": [], "preview": ["--rows"]}[name]
+    with pytest.raises(SystemExit) as stopped:
+        main([name, *words])
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    assert f"`slidedp {name} --help` lists all flags" in error
+
+
+def test_lines_break_between_words_under_their_column():
+    text = "a word " * 20 + "--optim lion"
+    lines = wrapped(text, 40).splitlines()
+    assert all(len(line) <= 40 for line in lines) and " ".join(text.split()) == " ".join(
+        " ".join(lines).split()
+    )
+    assert all(line.startswith("  ") for line in lines[1:])
+    table = "  name              12.00 GiB  " + "what it is " * 6
+    first, second, *_ = wrapped(table, 60).splitlines()
+    assert first.index("what") == len(second) - len(second.lstrip())
+    assert wrapped(text, None) == text

@@ -48,8 +48,11 @@ def test_transformers_takes_the_export(straight):
 def test_refusals(straight, tmp_path, capsys):
     assert export.main([str(tmp_path), str(tmp_path / "out")]) == 1
     assert "no complete checkpoint" in capsys.readouterr().err
-    assert export.main([str(straight), str(tmp_path / "out"), "--dtype", "int4"]) == 1
-    assert "int4" in capsys.readouterr().err
+    assert export.main([str(tmp_path / "nothere"), str(tmp_path / "out")]) == 1
+    assert f"error: {tmp_path / 'nothere'} does not exist; give the" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        export.main([str(straight), str(tmp_path / "out"), "--export_dtype", "int4"])
+    assert "invalid choice: 'int4'" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

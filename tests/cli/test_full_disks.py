@@ -13,7 +13,7 @@ import pytest
 from runs import checkpoints, losses
 from safetensors.numpy import load_file
 
-from slidedp_jax.disk_room import DiskFull, writing
+from slidedp_jax.disk_room import DiskFull, write_rate, writing
 from slidedp_jax.pretrained import Pretrained
 from slidedp_jax.run.metrics_file import MetricsFile
 from slidedp_jax.train import main
@@ -142,6 +142,30 @@ def test_what_is_there_counts(inputs, straight, tmp_path, capsys, free):
     assert planned(inputs, out, capsys, **replaced)[0] == 1
     free(0)
     assert planned(inputs, straight, capsys, max_steps=12, export=True)[0] == 0  # all is there
+
+
+def test_how_long_saves_take_the_disk(inputs, straight, tmp_path, capsys, monkeypatch):
+    """By what it writes now, or as assumed of another machine's."""
+    one, export = sizes(straight)
+    monkeypatch.setattr("slidedp_jax.run.disk.LARGE_BYTES", one)
+    monkeypatch.setattr("slidedp_jax.run.disk.write_rate", lambda _: (2 * one + export) / 30)
+    settings = SETTINGS | {"export": True, "dry_run": True}
+    assert main(inputs.command(tmp_path / "run", **settings)) == 0
+    said = capsys.readouterr().out
+    size = f"{one / 2**20:.2f} MiB"
+    assert f"; the disk takes 30.0 s for 2 saves of {size} and the export (" in said
+    assert "GB/s, measured just now)" in said
+    other = settings | {"hardware": "h200", "dtype": "bfloat16", "layers_per_chunk": "null"}
+    assert main(inputs.command(tmp_path / "run", **other)) == 0
+    assert "(1.5 GB/s, assumed)" in capsys.readouterr().out
+
+
+def test_the_rate_is_that_of_the_disk_and_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("slidedp_jax.disk_room._MOST_BYTES", 2**20)
+    clock = iter([10.0, 12.0])
+    monkeypatch.setattr("slidedp_jax.disk_room.time.perf_counter", lambda: next(clock))
+    assert write_rate(tmp_path / "not" / "yet") == 2**25 / 2
+    assert not list(tmp_path.iterdir())
 
 
 def fill_up(disk, leave):

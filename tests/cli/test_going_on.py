@@ -12,12 +12,13 @@ from test_held_out_rows import evaluations
 from slidedp_jax import export
 from slidedp_jax.errors import UserError
 from slidedp_jax.interrupts import StopAtSignal
-from slidedp_jax.run.arguments import TrainArguments, help_text, parse_arguments
+from slidedp_jax.run.arguments import TrainArguments, parse_arguments
 from slidedp_jax.run.learning_rate import num_warmup_steps
 from slidedp_jax.run.metrics_file import MetricsFile, as_json, drop_after, has_evaluation
 from slidedp_jax.run.model_card import is_card_of, model_card
 from slidedp_jax.run.record import read_run, write_run
 from slidedp_jax.run.same_inputs import base_model_name
+from slidedp_jax.run.settings_help import help_text
 from slidedp_jax.train import main
 from slidedp_jax.trainer import Trainer
 
@@ -317,7 +318,7 @@ def test_a_skipped_step_is_logged_as_json(inputs, tmp_path, monkeypatch):
     step = Trainer.step
 
     class NotFinite:
-        loss, skipped = math.nan, 1
+        loss, skipped, figures = math.nan, 1, ()
 
         def __init__(self, metrics):
             self.grad_norm = metrics.grad_norm
@@ -342,7 +343,9 @@ def test_no_warm_up_steps_are_none(words, steps):
 
 
 def test_help_says_what_a_setting_can_be():
-    lines = {line.split()[0]: line for line in help_text().splitlines() if line.startswith("  --")}
+    lines = {
+        line.split()[0]: line for line in help_text(200).splitlines() if line.startswith("  --")
+    }
     for name, values in {
         "dtype": ("bfloat16", "float32"),
         "export_dtype": ("bfloat16", "float16", "float32"),

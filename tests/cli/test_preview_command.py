@@ -113,7 +113,7 @@ def test_a_folder_of_a_tokenizer_alone_and_one_without(inputs, tmp_path, capsys)
     assert "⟦ab ab 14" in capsys.readouterr().out
     (tmp_path / "t" / "tokenizer.json").unlink()
     assert main(["--model_name_or_path", str(tmp_path / "t"), *rows]) == 1
-    assert "need a tokenizer" in capsys.readouterr().err
+    assert f"error: {tmp_path / 't'} has no tokenizer.json" in capsys.readouterr().err
     ids = tmp_path / "ids.jsonl"
     ids.write_text('{"input_ids": [1, 2, 3]}')
     assert main(["--model_name_or_path", str(tmp_path / "t"), "--train_file", str(ids)]) == 0

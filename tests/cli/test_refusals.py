@@ -113,7 +113,7 @@ def test_settings(refused):
     refused(code=2, weigth_decay=0.1)
     for setting in ("loss_on", "over_long", "truncation_keep", "export_dtype", "attention"):
         assert setting in refused(code=2, **{setting: "sideways"})
-    assert "hardware" in refused(hardware="h200")
+    assert "hardware" in refused(code=2, hardware="h200")
 
 
 @pytest.mark.thorough

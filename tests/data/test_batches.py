@@ -147,7 +147,7 @@ def test_state_of_other_data_or_order_is_refused(change, named):
 
 def test_state_of_rows_with_other_tokens_is_refused():
     other = BatchSource(make_examples(LENGTHS, seed=1), max_seq_length=32, step_size=8)
-    with pytest.raises(UserError, match="other data or another order: data was"):
+    with pytest.raises(UserError, match="other data or another order: token ids, labels or"):
         other.restore(source_of().state())
 
 

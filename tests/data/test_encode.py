@@ -56,6 +56,25 @@ def test_what_the_tokenizer_puts_around_a_text_is_there_once_and_its_beginning_n
 # Turns.
 
 
+@pytest.mark.parametrize(("loss_on", "number"), [("auto", 2), ("completion", 1), ("all", 3)])
+def test_empty_answers_are_said(load, loss_on, number):
+    """A call, or reasoning, is an answer; one that is not learnt is nobody's affair."""
+    user, empty = {"role": "user", "content": "a"}, {"role": "assistant", "content": " "}
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+    turns = [user, empty, user, empty | {"train": False}, user, empty]
+    _, report = load([{"messages": turns}], loss_on=loss_on)
+    be = "is" if number == 1 else "are"
+    answers = "answer" if number == 1 else "answers"
+    said = f"{number} {answers} {be} empty: the model learns to end at once"
+    assert next(note for note in report.notes if "empty:" in note).endswith(said)
+    others = [empty | {"tool_calls": calls}, empty | {"reasoning_content": "b"}]
+    _, report = load([{"messages": [user, other]} for other in others], loss_on=loss_on)
+    assert not [note for note in report.notes if "empty:" in note]
+    if loss_on != "all":
+        _, report = load([{"prompt": "a", "completion": ""}], loss_on=loss_on)
+        assert report.notes[0].endswith("1 answer is empty: the model learns to end at once")
+
+
 def test_the_first_token_of_every_answer_is_learnt_where_a_space_is_merged_into_it(load, tmp_path):
     folder = write_tokenizer(
         tmp_path / "t", chat_template=INSTRUCTION, merges=[("Ġ", "a"), ("Ġa", "b")]

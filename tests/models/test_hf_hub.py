@@ -16,6 +16,16 @@ def test_a_path_that_is_not_there_is_no_hub_name(tmp_path):
         resolve_model_folder(str(tmp_path / "a" / "b"))
 
 
+@pytest.mark.parametrize("path", ["./nothere", "../nothere", "~/nothere", "/nothere", "file"])
+def test_a_mistyped_path_is_not_looked_for_on_the_hub(path, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", None)  # it would be asked about the hub's
+    (tmp_path / "file").touch()
+    with pytest.raises(FileNotFoundError, match="a folder") as caught:
+        resolve_model_folder(path)
+    assert str(caught.value).startswith(f"{path} is ")
+
+
 def test_the_hub_needs_its_extra(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -27,7 +37,8 @@ def test_the_hub_needs_its_extra(monkeypatch, tmp_path):
 def test_weights_are_fetched_where_they_are_needed(weights, monkeypatch, tmp_path):
     asked = []
 
-    def snapshot_download(name, *, allow_patterns):
+    def snapshot_download(name, *, revision, allow_patterns):
+        assert revision is None
         asked.append((name, "*.safetensors" in allow_patterns, "*.json" in allow_patterns))
         return str(tmp_path)
 

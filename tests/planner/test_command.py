@@ -60,6 +60,7 @@ def test_text_has_every_part(capsys):
         "host: 16 cores, 128.00 GiB, 52 GB/s to each GPU and back (assumed; --host_cores, "
         "--host_memory_gib, --link_gb_per_s)",
         "disk: 142.36 GiB: 3 checkpoints of 44.95 GiB (2 kept, one being written)",
+        "  a save takes the disk about 32.2 s at 1.5 GB/s (assumed)",
         "  ten million tokens: 0.",
     ):
         assert part in text
@@ -116,7 +117,7 @@ def test_where_no_optimizer_helps_its_need_is_said(capsys):
     error = capsys.readouterr().err
     assert "--optim adafactor still needs " in error and "--optim lion still" not in error
     assert main([*ON_A_SMALL_HOST, "--optimizer_state_bytes", "9"]) == 1  # none is named
-    assert "Also tried" not in capsys.readouterr().err
+    assert "--optim lion fits" not in capsys.readouterr().err
 
 
 def test_fewer_rows_that_fit_the_devices_are_named(capsys):
@@ -125,9 +126,22 @@ def test_fewer_rows_that_fit_the_devices_are_named(capsys):
     error = capsys.readouterr().err
     plan = planned(capsys, *job, "--tokens_per_step", str(64 * 4096))
     need = plan["chosen"]["memory"]["device_bytes"] / 2**30
-    assert f"- a step of 64 rows of 4,096 tokens fits: {need:.2f} GiB of each device" in error
+    line = "- a step of 64 rows of 4,096 tokens (--tokens_per_step 262144) fits: "
+    assert line in error and f", {need:.2f} GiB of each device, " in error
     assert main([*job, "--tokens_per_step", "131072", "--device_memory_gib", "6"]) == 1
-    assert "- a step of 1 row of 4,096 tokens still needs " in capsys.readouterr().err
+    line = "- a step of 1 row of 4,096 tokens (--tokens_per_step 4096) still needs "
+    assert line in capsys.readouterr().err
+
+
+def test_fewer_rows_that_fit_the_host_are_named(capsys):
+    job = ["--preset", "qwen3-8b", "--hardware", "rtx4090"]
+    assert main([*job, "--tokens_per_step", "65536"]) == 1
+    error = capsys.readouterr().err
+    plan = planned(capsys, *job, "--tokens_per_step", "32768")
+    need = plan["chosen"]["memory"]["host_bytes"] / 2**30
+    line = "- a step of 8 rows of 4,096 tokens (--tokens_per_step 32768) fits: "
+    assert f"{line}{need:.2f} GiB of host memory, " in error
+    assert f", {plan['chosen']['time']['tokens_per_s']:,.0f} tokens/s.\n" in error
 
 
 def test_json_also_of_what_does_not_fit(capsys):
@@ -142,7 +156,9 @@ def test_json_also_of_what_does_not_fit(capsys):
     assert (
         limit["name"] == "host memory" and limit["need_bytes"] > limit["have_bytes"] == 96 * 2**30
     )
-    assert [way.split()[1] for way in found["ways_out"]] == ["lion", "adafactor"]
+    *optimizers, smaller = found["ways_out"]
+    assert [way.split()[1] for way in optimizers] == ["lion", "adafactor"]
+    assert smaller.startswith("a step of 1 row of 2,048 tokens (--tokens_per_step 2048) still ")
     assert "does not fit" in found["message"]
 
 
@@ -280,8 +296,9 @@ def test_a_folder_without_config_exits_with_2(tmp_path, capsys):
 
 def test_unknown_flags_are_errors_of_one_line(capsys):
     for words, message in (
-        (["--num_device", "2"], "unknown flag --num_device; did you mean --num_devices"),
-        (["--num_device=2"], "unknown flag --num_device; did you mean --num_devices"),
+        (["--num_device", "2"], "unknown flag --num_device (did you mean --num_devices"),
+        (["--num_device=2"], "unknown flag --num_device (did you mean --num_devices"),
+        (["--num_device", "2", "--zz=1"], "unknown flags --num_device (did you mean --num_devices"),
         (["more"], "unknown word more"),
         (["--compute_dtype", "int4"], "argument --compute_dtype/--dtype: invalid choice: 'int4'"),
         (["--optim", "lion", "--optimizer_state_bytes", "4"], "not allowed with argument --optim"),

@@ -126,8 +126,17 @@ def test_the_longer_one_ends_as_in_one_go(folder, tmp_path):
     whole, cut = run(longer_script(), there), cut_and_run_again(folder, tmp_path / "cut")
     taken = [re.findall(r"step \d+: .*", printed) for printed in (whole, cut)]
     assert taken[1] == taken[0][2:]
+    run(longer_script(), there)  # all is done: it only exports again
     one, other = (weights(tmp_path / name / "out/export") for name in ("whole", "cut"))
     assert all(one[name].tobytes() == other[name].tobytes() for name in one)
+
+
+def trees_equal(one: pathlib.Path, other: pathlib.Path) -> bool:
+    names = [sorted(path.name for path in folder.iterdir()) for folder in (one, other)]
+    assert not list(one.parent.glob(".*")), "leftovers"
+    return names[0] == names[1] and all(
+        (one / name).read_bytes() == (other / name).read_bytes() for name in names[0]
+    )
 
 
 @pytest.mark.thorough
@@ -156,6 +165,15 @@ def test_its_pieces_train_as_plain_optax_does(folder):
         base.export(trainer, folder / "averaged", dtype="float32", averaged=True)
         with pytest.raises(UserError, match="is not empty"):
             base.export(trainer, folder / "trained")
+        shutil.copytree(folder / "averaged", folder / "again")
+        (folder / "again" / "former.txt").touch()
+        base.export(trainer, folder / "again", dtype="float32", overwrite=True)
+        assert trees_equal(folder / "again", folder / "trained")
+        (folder / "no_model").mkdir()
+        (folder / "no_model" / "thesis.txt").touch()
+        with pytest.raises(UserError, match="no_model holds no model, so it is not overwritten"):
+            base.export(trainer, folder / "no_model", overwrite=True)
+        assert (folder / "no_model" / "thesis.txt").is_file()
         averages = trainer.averaged_parameters()
     expected_losses, _, expected, _ = train(
         base.config,
@@ -184,5 +202,5 @@ def test_no_folder_and_no_tokenizer_are_said(folder, tmp_path):
     text.write_text("words")
     with pytest.raises(UserError, match=r"has no tokenizer.json.*Write one with transformers"):
         base.rows([text], rows_per_step=8, max_seq_length=256)
-    with pytest.raises(UserError, match="rows of text need a tokenizer"):
+    with pytest.raises(UserError, match=r"bare has no tokenizer\.json"):
         base.rows(folder / "chats.jsonl", rows_per_step=8, max_seq_length=256)
