@@ -63,6 +63,7 @@ JOB = ["--preset", "qwen3-4b", "--hardware", "h200", "--tokens_per_step", "8192"
 JOB += ["--seq_length", "4096"]
 
 
+@pytest.mark.thorough
 def test_the_planner_is_a_command_in_the_clone():
     assert "tokens/s" in run(["-m", "planner", *JOB], cwd=ROOT)
 

@@ -58,9 +58,8 @@ def test_too_late_is_an_error_that_says_what_to_move(use):
     assert "move it above nnx.Rngs(...), jnp arrays and jax.devices()" in message
 
 
-@pytest.mark.parametrize(
-    "modules", ["jax", pytest.param("optax, flax.linen, flax.nnx", marks=pytest.mark.thorough)]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("modules", ["jax", "optax, flax.linen, flax.nnx"])
 def test_importing_before_is_fine(modules):
     result = run(
         f"import {modules}, jax, slidedp_jax\n"
@@ -98,11 +97,12 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("setting", "before", "after"),
     [
-        pytest.param("device_memory_fraction", 0.92, 0.5, marks=pytest.mark.thorough),
-        pytest.param("pinned_limit_gib", 20, 30, marks=pytest.mark.thorough),
+        ("device_memory_fraction", 0.92, 0.5),
+        ("pinned_limit_gib", 20, 30),
         ("compilation_cache", None, "there"),
     ],
 )
@@ -117,6 +117,7 @@ def test_another_value_of_any_setting_is_named(setting, before, after, tmp_path)
     )
 
 
+@pytest.mark.thorough
 def test_arguments_that_mean_the_same_are_the_same():
     """The default number of devices, and the cache that there is none of on CPUs."""
     same = run(
@@ -152,13 +153,14 @@ print(json.dumps([[d.id for d in compute], [d.id for d in host], [d.platform for
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("arguments", "num_compute", "num_host"),
     [
-        pytest.param("num_devices=2, num_host_devices=4", 2, 4, marks=pytest.mark.thorough),
+        ("num_devices=2, num_host_devices=4", 2, 4),
         ("num_devices=3, num_host_devices=4", 3, 6),  # up to a multiple
-        pytest.param("num_devices=8", 8, 8, marks=pytest.mark.thorough),
-        pytest.param("num_host_devices=1", 1, 1, marks=pytest.mark.thorough),
+        ("num_devices=8", 8, 8),
+        ("num_host_devices=1", 1, 1),
     ],
 )
 def test_compute_and_host_devices_are_disjoint(arguments, num_compute, num_host):

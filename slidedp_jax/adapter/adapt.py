@@ -13,6 +13,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -138,6 +139,7 @@ def adapt(
     head_loss: Callable[..., jax.Array],
     vocab_size: int,
     whole_loss: Callable[..., jax.Array] | None = None,
+    loss_of_sums: Callable[..., Any] | None = None,
     unused: Sequence[str] = (),
     dropout: bool = False,
     packed: bool = False,
@@ -170,12 +172,17 @@ def adapt(
         the values of their parameters are compiled once; a layer's number kept as an attribute
         makes it another layer. A layer with a loss of its own returns (x, aux): aux is a float32
         scalar, the *sum* over the rows at hand with its coefficient, and is minimised beside the
-        head's (`models.streamed.LayerOutput`).
+        head's (`models.streamed.LayerOutput`). One that gives sums for `loss_of_sums` returns
+        (x, aux or None, sums): a dict of float32 arrays, each a *sum* over the rows at hand.
       head_loss: (model, x, batch) -> float scalar: the *sum* of the losses of the supervised tokens
         (`batch["targets"]` is the token to predict, -100 where nothing counts).
       vocab_size: number of token ids that the embedding accepts, V.
       whole_loss: (model, batch) -> float scalar, the *mean* loss of the supervised tokens by the
         model's own forward pass, with which the stages are compared at once (`Adapted.check`).
+      loss_of_sums: (list of the sums of each layer that gives some, added up over the whole step)
+        -> float32 scalar, which is added to the *mean* loss of the supervised tokens: for what is
+        no sum over tokens, such as the balance of experts. Or that and a dict of float32 scalars
+        that `StepMetrics.figures` will have.
       unused: shell-style patterns of parameters that the model's own forward pass does not read;
         they are not trained, and `write_back` leaves them as they are.
       dropout: the model draws random numbers in training. It does so row by row, from keys that
@@ -226,9 +233,11 @@ def adapt(
             "model rngs made of batch['key'], or give it modules in training mode with rates "
             "above 0"
         )
+    _check_sums(claims.gives_sums, loss_of_sums)
     streamed = replace(
         streamed_model(source, claims, vocab_size=vocab_size, unused=left_out),
         random=dropout,
+        loss_of_sums=None if loss_of_sums is None else partial(_loss_and_figures, loss_of_sums),
         shift_labels=shift_labels,
         token_arrays=arrays,
         configuration=_as_json(configuration or {}),
@@ -245,6 +254,29 @@ def adapt(
     if whole_loss is not None:
         adapted.check(whole_loss)
     return adapted
+
+
+def _check_sums(gives_sums: bool, loss_of_sums: Callable[..., Any] | None) -> None:
+    if gives_sums and loss_of_sums is None:
+        raise UserError(
+            "a layer returns (x, aux, sums), but nobody says what its sums are for: give "
+            "loss_of_sums, or return (x, aux)"
+        )
+    if loss_of_sums is not None and not gives_sums:
+        raise UserError(
+            "loss_of_sums is given, but no layer returns (x, aux, sums) with a dict of sums"
+        )
+
+
+def _loss_and_figures(
+    loss_of_sums: Callable[..., Any], sums: tuple[Any, ...]
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """What the user's function gives, with no figures where it gives the loss alone."""
+    result = loss_of_sums(list(sums))
+    loss, figures = result if isinstance(result, tuple) else (result, {})
+    if getattr(loss, "shape", None) != () or loss.dtype != jnp.float32:
+        raise UserError(f"loss_of_sums returned {loss}; it must return one float32 number")
+    return loss, dict(figures)
 
 
 def _warn_of_one_stack(source: Source) -> None:

@@ -186,10 +186,11 @@ class _Comparison:
             return _close(stages.loss_from(x), whole, self._rtol)
 
         own = [self._model.embed, *self._model.layers, self._model.head]
+        or_sums = "" if self._model.loss_of_sums is None else " or loss_of_sums"
         return place(
             WholePass(self._program, self._values, self._batch, stages.hidden[0].size),
             stages.hidden,
-            ["embed", *(layer.name for layer in self._model.layers), "head_loss"],
+            ["embed", *(layer.name for layer in self._model.layers), f"head_loss{or_sums}"],
             [one.parameter_names() for one in own],
             stage,
             self._rtol,
@@ -211,25 +212,37 @@ class _StagePass:
         self._batch = batch
         self._scale = jnp.float32(1 / count)
         self.hidden: list[jax.Array] = []
-        self._of_layers = 0.0
+        self._of_layers = self._of_step = 0.0
+        self._derivatives: dict[int, Any] = {}
 
     def run(self) -> tuple[float, dict[str, np.ndarray]]:
         model = self._model
         embed = self._params(model.embed)
         x = jax.jit(model.embed_fn)(embed, self._batch)
-        self.hidden, total = [x], 0.0
+        self.hidden, total, sums = [x], 0.0, {}
         for number, (stage, fn) in enumerate(zip(model.layers, model.layer_fns, strict=True)):
             output = jax.jit(fn)(self._params(stage), x, self._of_layer(number))
             x = output.x if isinstance(output, LayerOutput) else output
             total += _own_loss(output)
+            if isinstance(output, LayerOutput) and output.sums is not None:
+                sums[number] = output.sums
             self.hidden.append(x)
-        self._of_layers = total
+        self._of_layers, self._of_step = total, self._differentiate(sums)
         marks: dict[str, np.ndarray] = {}
         losses, dx, tied = self._head(embed, x, marks)
         for number in reversed(range(len(model.layers))):
             dx = self._layer(number, dx, marks)
         self._embed(embed, dx, tied, marks)
-        return (total + losses) * float(self._scale), marks
+        return (total + losses) * float(self._scale) + self._of_step, marks
+
+    def _differentiate(self, sums: dict[int, Any]) -> float:
+        """The loss over the whole step, here one batch, and its derivatives for the layers."""
+        if not sums or self._model.loss_of_sums is None:
+            return 0.0
+        of_step = jax.value_and_grad(self._model.loss_of_sums, has_aux=True)
+        (loss, _), derivatives = jax.jit(of_step)(tuple(sums.values()))
+        self._derivatives = dict(zip(sums, derivatives, strict=True))
+        return float(loss)
 
     def layer(self, number: int, x: jax.Array) -> jax.Array:
         """What a layer gives of some hidden states."""
@@ -243,7 +256,7 @@ class _StagePass:
         embed = self._params(self._model.embed) if self._model.tied else None
         head = self._params(self._model.head)
         losses = _forward(self._model.head_loss_fn, head, embed, x, self._batch)
-        return (self._of_layers + float(losses)) * float(self._scale)
+        return (self._of_layers + float(losses)) * float(self._scale) + self._of_step
 
     def _head(self, embed: Any, x: jax.Array, marks: dict[str, np.ndarray]) -> Any:
         tied = self._model.tied
@@ -266,7 +279,7 @@ class _StagePass:
     def _layer(self, number: int, dx: jax.Array, marks: dict[str, np.ndarray]) -> jax.Array:
         stage, fn = self._model.layers[number], self._model.layer_fns[number]
         arguments = (self._params(stage), self.hidden[number], self._of_layer(number))
-        gradients, dx = _backward(fn, *arguments, dx, self._scale)
+        gradients, dx = _backward(fn, *arguments, dx, self._scale, self._derivatives.get(number))
         self._note(stage, gradients, marks)
         return dx
 
@@ -305,10 +318,19 @@ def _forward(fn: Any, *arguments: Any) -> Any:
 
 @partial(jax.jit, static_argnums=0)
 def _backward(
-    fn: Any, params: Any, x: jax.Array, batch: Any, dx: jax.Array, scale: jax.Array
+    fn: Any,
+    params: Any,
+    x: jax.Array,
+    batch: Any,
+    dx: jax.Array,
+    scale: jax.Array,
+    derivatives: Any,
 ) -> tuple[Any, jax.Array]:
     output, pullback = jax.vjp(lambda p, x: fn(p, x, batch), params, x)
-    gradients, dx = pullback(LayerOutput(dx, scale) if isinstance(output, LayerOutput) else dx)
+    cotangent: Any = dx
+    if isinstance(output, LayerOutput):
+        cotangent = LayerOutput(dx, None if output.aux is None else scale, derivatives)
+    gradients, dx = pullback(cotangent)
     return _marks(gradients), dx
 
 

@@ -47,6 +47,7 @@ class Claims:
       draws: whether embedding, each layer and head draw random numbers.
       indexed: whether a layer reads its own index.
       hidden: the form of the hidden states, of one row of T tokens.
+      gives_sums: whether a layer gives sums for a loss over the whole step.
     """
 
     embed: dict[str, Any]
@@ -55,6 +56,7 @@ class Claims:
     draws: tuple[bool, ...]
     indexed: bool
     hidden: HiddenStates
+    gives_sums: bool
 
 
 def claim(source: Source, batch: Rows, *, dropout: bool, unused: Set[str]) -> Claims:
@@ -83,7 +85,7 @@ def claim(source: Source, batch: Rows, *, dropout: bool, unused: Set[str]) -> Cl
         if fn not in traced:
             with _noting(_about_layers(source, path)):
                 traced[fn] = trace(what, fn, tree, (states, of_layer), dropout)
-            hidden.check(_without_aux(traced[fn].result, what), leading, what)
+            hidden.check(states_of(traced[fn].result, what), leading, what)
         layers.append(traced[fn])
         own = Stage(name=path, shapes=tree).parameter_names()
         in_layers |= {
@@ -102,6 +104,7 @@ def claim(source: Source, batch: Rows, *, dropout: bool, unused: Set[str]) -> Cl
         draws=tuple(part.draws for part in (embed, *layers, head)),
         indexed=any("layer_index" in part.batch_reads for part in layers),
         hidden=hidden,
+        gives_sums=any(gives_sums(part.result) for part in layers),
     )
 
 
@@ -194,8 +197,22 @@ def _about_layers(source: Source, path: str) -> str:
     return note
 
 
-def _without_aux(result: Any, what: str) -> Any:
-    """The hidden states of what a layer returned, with or without an auxiliary loss."""
+def gives_sums(result: Any) -> bool:
+    """Whether a layer returned (x, auxiliary loss or None, sums)."""
+    return isinstance(result, tuple) and len(result) == 3 and isinstance(result[2], Mapping)
+
+
+def states_of(result: Any, what: str) -> Any:
+    """The hidden states of what a layer returned, whatever it gives beside them."""
+    if gives_sums(result):
+        x, aux, sums = result
+        odd = {str(leaf.dtype) for leaf in jax.tree.leaves(sums)} - {"float32"}
+        if odd:
+            raise UserError(
+                f"the sums of {what} are of {', '.join(sorted(odd))}; they must be float32 "
+                "whatever the dtype of the parameters: jnp.sum(..., dtype=jnp.float32)"
+            )
+        return x if aux is None else states_of((x, aux), what)
     if not isinstance(result, tuple) or len(result) != 2 or getattr(result[1], "shape", 0) != ():
         return result
     x, aux = result

@@ -97,8 +97,9 @@ class HiddenStates:
         return (
             f"{what} returned {got} for rows of shape {list(leading)}; it must return {wanted}. "
             "Only a layer may return two: x and, as one float32 number, the sum over the rows of a "
-            "loss of its own. What lower layers hand to upper ones beside x goes into a dict of "
-            "arrays [rows, tokens, ...], which embed begins"
+            "loss of its own (and third a dict of float32 sums for loss_of_sums). What lower "
+            "layers hand to upper ones beside x goes into a dict of arrays [rows, tokens, ...], "
+            "which embed begins"
         )
 
 

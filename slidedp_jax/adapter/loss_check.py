@@ -55,13 +55,18 @@ def check_sum_over_rows(
             batch["layer_index"] = jnp.full(1, number, jnp.int32)
             return fn(_made_up(stage.shapes), hidden, batch)
 
-        if isinstance(jax.eval_shape(partial(output, [0])), LayerOutput):
+        given = jax.eval_shape(partial(output, [0]))
+        if not isinstance(given, LayerOutput):
+            continue
+        if given.aux is not None:
 
             def aux(which: Sequence[int], output: Callable[..., Any] = output) -> jax.Array:
                 of_rows: jax.Array = output(which).aux
                 return of_rows
 
             _check_aux(stage.name, *_losses(aux, rows.FILLING))
+        if given.sums is not None:
+            _check_sums(stage.name, partial(lambda own, which: own(which).sums, output), rows)
 
 
 def _check_dtypes(model: StreamedModel, rows: _MadeUpRows) -> None:
@@ -155,6 +160,29 @@ def _check_aux(name: str, both: float, first: float, second: float, nothing: flo
             "number of devices: multiply each token's part by batch['targets'] >= 0, or by "
             "batch['segment_ids'] > 0 where rows are packed"
         )
+
+
+def _check_sums(name: str, sums: Callable[[Sequence[int]], Any], rows: _MadeUpRows) -> None:
+    """Each array of a layer's sums, as `_check_aux` does it with its loss."""
+    whole, first, second, nothing = jax.jit(
+        lambda: [sums([0, 1]), sums([0]), sums([1]), sums([rows.FILLING])]
+    )()
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(whole)[0]]
+    keys = [jax.tree_util.keystr(path, simple=True, separator=".") for path in paths]
+    of_each = [map(np.asarray, jax.tree.leaves(t)) for t in (whole, first, second, nothing)]
+    for key, both, one, other, none in zip(keys, *of_each, strict=True):
+        size = TOLERANCE * float(np.max(np.abs(one) + np.abs(other), initial=0.0))
+        if np.max(np.abs(both - one - other), initial=0.0) > size:
+            raise UserError(
+                f"{key!r} of the layer at {name} is no sum over rows: what two rows give together "
+                "is not what they give apart. Return sums over tokens, no means"
+            )
+        if np.max(np.abs(none), initial=0.0) > size / 100:
+            raise UserError(
+                f"{key!r} of the layer at {name} is not 0 for a row that only fills up a "
+                "microbatch (targets -100, all else 0): multiply each token's part by "
+                "batch['targets'] >= 0, or by batch['segment_ids'] > 0 where rows are packed"
+            )
 
 
 def _is_sum(both: float, first: float, second: float) -> bool:

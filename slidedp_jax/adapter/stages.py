@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from slidedp_jax.adapter.claims import Claims
+from slidedp_jax.adapter.claims import Claims, gives_sums
 from slidedp_jax.adapter.hidden_states import HiddenStates
 from slidedp_jax.adapter.paths import named_leaves
 from slidedp_jax.adapter.randomness import row_by_row
@@ -88,8 +88,9 @@ def _layer_fn(run: Callable[..., Any], hidden: HiddenStates) -> LayerFn:
         result = run(params, (hidden.split(x),), batch, index + 1)
         if not isinstance(result, tuple):
             return hidden.join(result, x.dtype)
-        states, aux = result  # aux [B] where rows ran one by one
-        return LayerOutput(hidden.join(states, x.dtype), jnp.sum(aux))
+        states, aux, *sums = result  # aux [B] where rows ran one by one
+        own = None if aux is None else jnp.sum(aux)
+        return LayerOutput(hidden.join(states, x.dtype), own, *sums)
 
     return layer_fn
 
@@ -111,10 +112,18 @@ def _with_keys(fn: Callable[..., Any], draws: bool) -> Callable[..., Any]:
             return fn(tree, *own_inputs, Rows(own_batch | index), key)
 
         result = row_by_row(one, batch["row_seeds"], stage, (inputs, own))
-        # [B, 1, T, D] -> [B, T, D]
-        return jax.tree.map(lambda part: part if part.ndim == 1 else part[:, 0], result)
+        if gives_sums(result):
+            *result, sums = result
+            added = jax.tree.map(lambda part: jnp.sum(part, axis=0), sums)
+            return (*_rows_together(result), added)
+        return _rows_together(result)
 
     return run
+
+
+def _rows_together(result: Any) -> Any:
+    """[B, 1, T, D] -> [B, T, D]; scalars of rows are [B]."""
+    return jax.tree.map(lambda part: part if part.ndim == 1 else part[:, 0], result)
 
 
 def _without(tree: Tree, left_out: Set[str]) -> Tree:

@@ -9,6 +9,7 @@ from flax import nnx
 from streamed_steps import train as train_with_adamw
 from toy_layers import (
     CHOSEN,
+    EXPERTS,
     SHAPES,
     VOCAB,
     ErringHost,
@@ -97,10 +98,11 @@ def test_the_work_of_a_router_has_its_choices():
 def test_an_nnx_layer_that_draws_sums_its_loss_over_rows():
     def layer(block, x, batch):
         y = block(x)
-        square = jnp.sum(jnp.square(y - x), axis=-1, dtype=jnp.float32)
-        return y, 0.1 * jnp.sum(square * (batch["targets"] >= 0))
+        square = jnp.square(y - x).astype(jnp.float32) * (batch["targets"] >= 0)[..., None]
+        return y, 0.1 * jnp.sum(square), {"squares": jnp.sum(square, axis=(0, 1))}
 
     parts = PARTS | {"layer": layer}
+    parts["loss_of_sums"] = lambda layers: sum(jnp.sum(s["squares"]) ** 2 for s in layers) / 1e4
     model = slidedp_jax.adapt(Hybrid(nnx.Rngs(1), rate=0.3), **parts, dropout=True).model
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda s: rng.standard_normal(s.shape), model.layers[0].shapes)
@@ -118,6 +120,9 @@ def test_an_nnx_layer_that_draws_sums_its_loss_over_rows():
     assert isinstance(both, LayerOutput)
     assert both.aux.shape == ()
     np.testing.assert_allclose(both.aux, rows[0].aux + rows[1].aux, rtol=1e-6)
+    np.testing.assert_allclose(
+        both.sums["squares"], rows[0].sums["squares"] + rows[1].sums["squares"], rtol=1e-6
+    )
     np.testing.assert_allclose(both.x, jnp.concatenate([row.x for row in rows]), rtol=1e-6)
     # And on any number of devices.
     batches = [{"input_ids": a, "labels": a} for a in rng.integers(0, 41, (2, 6, 7), np.int32)]
@@ -191,6 +196,114 @@ def changed_plain(loss):
 def test_other_results_are_refused(result, match):
     with pytest.raises(UserError, match=match):
         adapt(("plain",), best, layer=lambda p, x, batch: result(toy_layers.dense(p["w"], x)))
+
+
+COEFFICIENT = 0.7
+
+
+def balance_sums(params, x, batch, counts=None):
+    """Visits and mean scores of the experts, over the tokens that count."""
+    counts = (batch["targets"] >= 0) if counts is None else counts
+    scores = jax.nn.softmax(x @ params["gate"], axis=-1).astype(jnp.float32)
+    visits = jax.nn.one_hot(best(scores), EXPERTS).sum(axis=2) * counts[..., None]
+    return {
+        "scores": jnp.sum(scores * counts[..., None], axis=(0, 1)),
+        "visits": jax.lax.stop_gradient(jnp.sum(visits, axis=(0, 1))),
+        "tokens": jnp.sum(counts, dtype=jnp.float32),
+    }
+
+
+def balance(layers):
+    """The usual one of each layer; no sum over tokens."""
+    losses = [jnp.sum(s["scores"] * s["visits"]) / s["tokens"] ** 2 for s in layers]
+    loss = COEFFICIENT * EXPERTS * sum(losses)
+    return loss, {"balance": loss}
+
+
+def balanced_router(params, x, batch):
+    y, aux = toy_layers.router_layer(
+        params, x, batch["targets"] >= 0, lambda scores: decided(best(scores))
+    )
+    return y, aux, balance_sums(params, x, batch)
+
+
+def plain_balanced_losses(kinds, params, input_ids, labels):
+    """`toy_layers.plain_losses` and the balance of its routers over all rows at once."""
+    loss, aux = toy_layers.plain_losses(kinds, params, input_ids, labels)
+    targets = jnp.pad(labels[:, 1:], ((0, 0), (0, 1)), constant_values=-100)
+    x, sums = params["embed.table"][input_ids], []
+    for n, kind in enumerate(kinds):
+        layer = {name: params[f"layers.{n}.{name}"] for name in SHAPES[kind]}
+        if kind == "router":
+            sums.append(balance_sums(layer, x, {"targets": targets}))
+            x = toy_layers.router_layer(layer, x, targets >= 0, best)[0]
+        else:
+            x = toy_layers.dense(layer["w"], x)
+    return loss + balance(sums)[0], aux
+
+
+@pytest.mark.parametrize(
+    ("devices", "micro", "kept", "layers"),
+    [(3, 2, 1, 1), pytest.param(1, 2, 0, 3, marks=pytest.mark.thorough)],
+)
+def test_a_balance_over_the_whole_step_is_that_of_plain_optax(devices, micro, kept, layers):
+    kinds = ("router", "plain", "router")
+    fns = {"plain": lambda p, x, batch: toy_layers.dense(p["w"], x), "router": balanced_router}
+    model = adapt(kinds, best, layer=[fns[kind] for kind in kinds], loss_of_sums=balance)
+    steps, _ = train(model, plan(devices, micro, kept, layers), devices)
+    params = {name: jnp.asarray(value) for name, value in initial_parameters(kinds).items()}
+    compute = jax.jit(
+        jax.value_and_grad(
+            lambda p, batch: plain_balanced_losses(kinds, p, batch["input_ids"], batch["labels"])[0]
+        )
+    )
+    for (loss, _, lost), batch in zip(steps, toy_layers.batches(), strict=True):
+        expected, gradients = compute(params, batch)
+        np.testing.assert_allclose(loss, expected, rtol=2e-6)
+        for name, gradient in gradients.items():
+            own = lost[name.replace("embed.table", "table")]
+            np.testing.assert_allclose(own, toy_layers.RATE * gradient, atol=1e-6, err_msg=name)
+        params = {n: params[n] - toy_layers.RATE * gradient for n, gradient in gradients.items()}
+
+
+def test_the_check_against_the_models_own_pass_knows_of_it():
+    kinds = ("router",)
+
+    def whole_loss(tree, batch):
+        params = {f"layers.0.{name}": value for name, value in tree["layers"][0].items()}
+        params |= {"embed.table": tree["table"], "scale": tree["scale"], "out": tree["out"]}
+        return plain_balanced_losses(kinds, params, batch["input_ids"], batch["labels"])[0]
+
+    parts = {"layer": balanced_router, "whole_loss": whole_loss}
+    adapt(kinds, best, **parts, loss_of_sums=balance)
+    with pytest.raises(UserError, match=r"They part in head_loss or loss_of_sums"):
+        adapt(kinds, best, **parts, loss_of_sums=lambda layers: 2 * balance(layers)[0])
+
+
+@pytest.mark.parametrize(
+    ("sums", "match"),
+    [
+        (lambda s, x, b: {"mean": jnp.mean(x)}, r"'mean' of the layer at layers.0 is no sum"),
+        (lambda s, x, b: {"all": jnp.sum(x**2)}, "'all' of the layer at layers.0 is not 0"),
+        (lambda s, x, b: {"half": jnp.sum(x, dtype=jnp.bfloat16)}, "sums of layer at .*bfloat16"),
+    ],
+)
+def test_sums_that_are_none_are_refused(sums, match):
+    def layer(params, x, batch):
+        return toy_layers.dense(params["w"], x), None, sums(None, x, batch)
+
+    def loss(layers):
+        return jnp.float32(0)
+
+    with pytest.raises(UserError, match=match):
+        adapt(("plain",), best, layer=layer, loss_of_sums=loss)
+
+
+def test_sums_and_what_they_are_for_come_together():
+    with pytest.raises(UserError, match="give loss_of_sums, or return"):
+        adapt(("router",), best, layer=balanced_router)
+    with pytest.raises(UserError, match="no layer returns"):
+        adapt(("plain",), best, loss_of_sums=balance)
 
 
 def test_an_embedding_has_no_loss_of_its_own():

@@ -186,6 +186,7 @@ def write_hf_folder(folder: pathlib.Path) -> dict[str, np.ndarray]:
     return tensors
 
 
+@pytest.mark.thorough
 def test_its_own_loading_and_saving_go_on_working(tmp_path):
     tensors = write_hf_folder(tmp_path)
     config = qwen3.ModelConfig(**SIZES, use_tied_embedding=True)

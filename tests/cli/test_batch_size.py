@@ -55,6 +55,7 @@ def test_auto_is_the_smallest_that_is_nearly_the_fastest(
         assert size > 8 and found[size] > 4 * found[1]
 
 
+@pytest.mark.thorough
 def test_what_auto_has_found_is_recorded_and_obeyed(inputs, tmp_path, capsys, monkeypatch):
     def searches_find(size):
         found = batch_size._Found(size=size, tokens_per_s=1.0)

@@ -66,8 +66,8 @@ def test_five_lines_come_before_the_first_step(shown):
 def test_the_bar_keeps_step_loss_and_time_on_one_line_of_80_columns(shown):
     lines, bars, _ = shown
     assert all(len(line) <= 80 for line in lines)
-    assert any("compiling (first step) 0:0" in bar for bar in bars)
-    assert any("evaluating 0:0" in bar for bar in bars)
+    assert any(re.search(r"compiling \(first step\) \d:\d\d", bar) for bar in bars)
+    assert any(re.search(r"evaluating \d:\d\d", bar) for bar in bars)
     steps = [bar for bar in bars if bar.endswith(" left")]
     assert 6 in {int(BAR.match(bar)[1]) for bar in steps}
     for bar in steps:

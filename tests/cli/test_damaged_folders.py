@@ -161,9 +161,8 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
-@pytest.mark.parametrize(
-    "name", ["run.json", pytest.param("metrics.jsonl", marks=pytest.mark.thorough)]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl"])
 def test_a_kill_while_a_file_is_written_loses_nothing(inputs, stopped, finished, name):
     before = tree_of(stopped)
     done = subprocess.run(

@@ -1,14 +1,13 @@
 """`--freeze`: frozen weights come out of checkpoint and export as they went in."""
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
-from runs import ROOT, losses
+from runs import losses
 from safetensors.numpy import load_file
 
+from slidedp_jax import export
 from slidedp_jax.train import main
 
 FROZEN = ["model.embed_tokens.*", "model.layers.[01].*"]
@@ -57,7 +56,7 @@ def test_a_pattern_that_fits_nothing_is_refused_before_anything_else(inputs, tmp
     assert "'layers.0'" in error and "model.layers.0" in error
 
 
-def test_the_moving_average_is_planned_saved_and_exported(inputs, tmp_path, capsys):
+def test_the_moving_average_is_planned_saved_and_exported(inputs, tmp_path, capsys, monkeypatch):
     out = tmp_path / "run"
     settings = {"max_steps": 3, "export": True, "export_dtype": "float32"}
     inputs.train(out, **settings, ema_decay=0.5, freeze=FROZEN)
@@ -72,7 +71,7 @@ def test_the_moving_average_is_planned_saved_and_exported(inputs, tmp_path, caps
     trained = sum(values.size for name, values in weights.items() if not is_frozen(name))
     assert 1 <= host["optimizer_state"] / (12 * trained) < 1.1
     again = tmp_path / "again"
-    command = [sys.executable, "-m", "slidedp_jax.export", str(out), str(again)]
-    subprocess.run([*command, "--ema", "--dtype", "float32"], cwd=ROOT, check=True)
+    monkeypatch.setattr(export, "configure", lambda **_: None)  # this process is configured already
+    assert export.main([str(out), str(again), "--ema", "--dtype", "float32"]) == 0
     exported = load_file(again / "model.safetensors")
     assert all(exported[name].tobytes() == averages[name].tobytes() for name in averages)

@@ -33,6 +33,7 @@ def test_the_rows_of_a_step_are_evaluated_to_its_loss(inputs, tmp_path, packing)
     assert evaluation["eval_supervised_tokens"] == step["num_supervised_tokens"]
 
 
+@pytest.mark.thorough
 def test_it_takes_as_many_rows_at_a_time_as_a_step(inputs, tmp_path, monkeypatch):
     """Not as many as the devices compute at once: each pass streams the whole model."""
     passes, losses = [], Pipeline.losses

@@ -65,7 +65,11 @@ def interrupt(inputs, place, times, words, command="train"):
             "last checkpoint: none",
             marks=pytest.mark.thorough,
         ),
-        ("slidedp_jax.pretrained.load_parameters", "last checkpoint: none"),
+        pytest.param(
+            "slidedp_jax.pretrained.load_parameters",
+            "last checkpoint: none",
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_before_training_one_is_enough_and_nothing_is_left(inputs, tmp_path, place, said):

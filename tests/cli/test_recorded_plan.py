@@ -89,6 +89,7 @@ def memory(gib):
     return lambda **_: HostMemory(bounds=(bound,))
 
 
+@pytest.mark.thorough
 def test_a_plan_that_no_longer_fits_is_not_taken_in_silence(inputs, tmp_path, capsys, monkeypatch):
     out = tmp_path / "run"
     inputs.train(out, **FREE | {"max_steps": 2})

@@ -86,6 +86,7 @@ def test_running_out_of_device_memory_says_what_to_change(
     assert len(losses(out)) == 6
 
 
+@pytest.mark.thorough
 def test_a_full_disk_is_called_one(inputs, tmp_path, capsys, monkeypatch):
     """TensorStore calls it RESOURCE_EXHAUSTED too, which is no lack of device memory."""
 

@@ -94,6 +94,7 @@ def test_a_dry_run_says_what_is_left(inputs, tmp_path, capsys):
     assert "5 steps of 16 rows, 1.00 epochs; 3 steps, 0.50 epochs are done" in said
 
 
+@pytest.mark.thorough
 def test_the_learning_rate_falls_to_its_end_over_the_steps_that_are_left(inputs, tmp_path, capsys):
     out = tmp_path / "run"
     rate = {"lr_scheduler_type": "linear", "learning_rate": 1e-3, "warmup_ratio": 0.0}

@@ -151,6 +151,7 @@ def test_a_run_exports_what_its_checkpoint_gives_with_averages(dithered, tmp_pat
         assert all(found[key].tobytes() == expected[key].tobytes() for key in expected)
 
 
+@pytest.mark.thorough
 def test_a_run_may_export_otherwise_than_it_computed(inputs, dithered, tmp_path, capsys):
     out = tmp_path / "run"
     shutil.copytree(dithered, out)

@@ -51,6 +51,7 @@ def test_weights_fit_the_configuration(demo):
     assert all(array.dtype == np.float32 for array in weights.values())
 
 
+@pytest.mark.thorough
 def test_the_same_each_time_and_never_over_other_files(demo, tmp_path):
     assert make(tmp_path / "again").returncode == 0
     for path in demo.rglob("*"):

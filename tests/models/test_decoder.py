@@ -119,7 +119,8 @@ def test_layers_of_one_kind_share_one_function():
     assert first is not second
 
 
-@pytest.mark.parametrize("check_vma", [False, pytest.param(True, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("check_vma", [True, False])
 def test_runs_per_device_inside_shard_map(check_vma):
     model = plain_model.built(variant(), loss_chunk_tokens=16)
     trees = plain_model.model_arrays(model, plain_model.random_values(model))

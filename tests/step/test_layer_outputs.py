@@ -44,7 +44,7 @@ def reference(kinds=KINDS, frozen="none"):
 
 
 # Devices, microbatches, kept chunks, layers per chunk, frozen.
-MAIN = {(3, 2, 2, 2, "none"), (1, 2, 0, 2, "routers_and_a_part")}
+MAIN = {(3, 2, 2, 2, "none")}
 
 
 @pytest.mark.parametrize(

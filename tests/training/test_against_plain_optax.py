@@ -18,6 +18,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec
+from lanes import mostly_thorough
 from plain_training import initial_parameters, random_batch
 from plain_training import train as train_plainly
 from streamed_training import (
@@ -272,7 +273,9 @@ def test_gradient_routes_agree_to_rounding_under_adamw(tied, deferred):
     assert_close(run, deferred)
 
 
-@pytest.mark.parametrize("form", sorted({*get_args(KernelForm)} - {"whole"}))
+@pytest.mark.parametrize(
+    "form", mostly_thorough(sorted({*get_args(KernelForm)} - {"whole"}), ("blocked",))
+)
 def test_kernel_forms_agree_to_rounding(tied, deferred, form):
     """The forms are compiled apart, so XLA may contract other products into additions."""
     assert_close(run_small(tied=tied, form=form), deferred)

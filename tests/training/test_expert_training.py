@@ -175,6 +175,7 @@ def test_backward_is_given_the_choices_of_forward(monkeypatch, kept):
     assert max(errors.values()) < 1e-5
 
 
+@pytest.mark.thorough
 def test_choices_without_the_name_would_be_made_again(monkeypatch):
     """What makes the test above worth something."""
     asked_again, errors = gradients_with(monkeypatch, 0, False)
@@ -207,6 +208,7 @@ def test_evaluation_and_metrics_have_the_routers_losses():
     assert 0 < figures["router_entropy"] < np.log(CONFIG.num_experts)
 
 
+@pytest.mark.thorough
 def test_more_rows_than_a_step_takes_are_evaluated_as_one_batch():
     """Router losses are not additive: those of two halves are others than of both together."""
     batch = batches()[0]
@@ -252,7 +254,7 @@ FREEZING = {
 
 @pytest.mark.parametrize(
     "what",
-    ["routers", *(pytest.param(w, marks=pytest.mark.thorough) for w in ("experts", "below"))],
+    ["below", *(pytest.param(w, marks=pytest.mark.thorough) for w in ("experts", "routers"))],
 )
 def test_frozen_parts_are_as_in_plain_optax(what):
     frozen = frozen_names(CONFIG.parameter_shapes(), FREEZING[what])

@@ -68,10 +68,9 @@ def undisturbed():
     "name",
     [
         "deferred",
-        "deferred_host_sum",
         *(
             pytest.param(name, marks=pytest.mark.thorough)
-            for name in ("eager", "tied", "eager_host_sum")
+            for name in ("deferred_host_sum", "eager", "tied", "eager_host_sum")
         ),
     ],
 )

@@ -81,10 +81,10 @@ def peak_bytes(layers, *, tied, route, depth):
 @pytest.mark.parametrize(
     ("tied", "route"),
     [
-        (False, "shard_all_gather"),
+        (False, "replicate"),
         pytest.param(True, "replicate", marks=pytest.mark.thorough),
         pytest.param(True, "shard_all_gather", marks=pytest.mark.thorough),
-        pytest.param(False, "replicate", marks=pytest.mark.thorough),
+        pytest.param(False, "shard_all_gather", marks=pytest.mark.thorough),
     ],
 )
 def test_the_peak_grows_with_depth_by_boundary_activations_alone(tied, route):

@@ -77,7 +77,11 @@ def run(
             {"frozen": ("model.layers.0.*", "*norm*"), "ema_decay": 0.9, "prefetch_depth": 3},
             marks=pytest.mark.thorough,
         ),
-        ((CHUNKS + 5,), {"compute_dtype": "bfloat16", "num_devices": 2, "rows_per_microbatch": 3}),
+        pytest.param(
+            (CHUNKS + 5,),
+            {"compute_dtype": "bfloat16", "num_devices": 2, "rows_per_microbatch": 3},
+            marks=pytest.mark.thorough,
+        ),
     ],
     ids=str,
 )
@@ -120,6 +124,7 @@ def test_each_device_holds_its_share_of_resident_state():
         num_devices=3,
         resident_chunks=2,
         rows_per_microbatch=1,
+        weight_route="shard_all_gather",
         num_host_devices=6,
     )
     with trainer(config, OPTIMIZER, plan, num_devices=3) as it:

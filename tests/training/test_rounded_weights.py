@@ -157,9 +157,8 @@ def test_another_seed_is_another_training(dithered):
     np.testing.assert_allclose(figures.losses, dithered[0].losses, rtol=1e-2)
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, pytest.param({"optimizer": "muon"}, marks=pytest.mark.thorough)], ids=str
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("changes", [{}, {"optimizer": "muon"}], ids=str)
 def test_fp32_compute_does_not_depend_on_the_rounding(changes):
     """Both halves are joined on the devices, to the masters that they are of."""
     runs = [train(rounding, compute_dtype="float32", **changes) for rounding in ROUNDINGS]

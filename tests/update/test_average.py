@@ -59,6 +59,7 @@ def test_the_average_is_that_of_the_weights_after_each_step(name):
             assert np.array_equal(averages[key], weights[key]) == still, key
 
 
+@pytest.mark.thorough
 def test_the_average_changes_no_weight_but_by_rounding():
     runs = []
     for decay in (None, DECAY):
