@@ -22,7 +22,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
+from slidedp_jax.models.named_results import ATTENTION
 from slidedp_jax.models.varying import vary_like
 
 _HIDDEN = -1e30
@@ -146,7 +148,9 @@ def _forward(
 
     total = jnp.where(total > 0, total, 1.0)
     out = _join((weighted / total[..., None]).astype(q.dtype), num_tokens)
-    return out, (q, k, v, segment_ids, out, maximum + jnp.log(total))
+    # Where these stay from forward to backward, no block is computed again.
+    out, log_total = checkpoint_name((out, maximum + jnp.log(total)), ATTENTION)
+    return out, (q, k, v, segment_ids, out, log_total)
 
 
 def _backward(

@@ -8,26 +8,29 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from slidedp_jax.models import cached_layers
 from slidedp_jax.models.attention import (
     IMPLEMENTATIONS,
+    attend,
     device_target,
     resolve_attention,
     row_layout,
 )
 from slidedp_jax.models.compute_target import ComputeTarget
-from slidedp_jax.models.config import ModelConfig
+from slidedp_jax.models.config import LayerKind, ModelConfig
 from slidedp_jax.models.layers import DecoderLayer, Embedding, Head
 from slidedp_jax.models.loss import cross_entropy_sum, project_to_vocab
 from slidedp_jax.models.product_forms import REQUESTS, Forms, resolve_forms
+from slidedp_jax.models.rope import rotary_tables
 from slidedp_jax.models.router_losses import (
     RouterLosses,
     counted_tokens,
@@ -38,11 +41,14 @@ from slidedp_jax.models.streamed import (
     Batch,
     Cache,
     CachedForm,
+    LayerFn,
     LayerOutput,
     Params,
     Stage,
     StreamedModel,
+    VocabularyForm,
 )
+from slidedp_jax.models.token_blocks import Arrays, in_blocks
 
 LOSS_CHUNK_TOKENS = 1024
 """Tokens whose logits exist at one time in the loss, where no strategy says."""
@@ -121,10 +127,16 @@ def build(
         embed_fn=partial(_embed, embedding, None),
         embed_for=partial(partial, _embed, embedding),
         layer_fns=tuple(layer_fns[kind] for kind in kinds),
+        layer_fns_for=(
+            None  # a router's choices cannot be made twice
+            if config.num_experts
+            else partial(_layer_fns_in_blocks, layers, config, attention, target)
+        ),
         head_loss_fn=head_loss_for(LOSS_CHUNK_TOKENS),
         head_loss_for=head_loss_for,
         head_logits_fn=partial(_head_logits, head),
         tied=config.tie_word_embeddings,
+        vocabulary=None if config.scale_embeddings else _vocabulary(config, head),
         vocab_size=config.vocab_size,
         initial_value=partial(
             initial_value,
@@ -189,6 +201,14 @@ class _Abstract(Generic[_M]):
         return module
 
 
+def _vocabulary(config: ModelConfig, head: _Abstract[Head]) -> VocabularyForm:
+    tied = config.tie_word_embeddings
+    return VocabularyForm(
+        projection="model.embed_tokens.weight" if tied else "lm_head.weight",
+        hidden_fn=partial(_head_hidden, head),
+    )
+
+
 def _embed(
     embedding: _Abstract[Embedding], scale_dtype: Any, params: Params, batch: Batch
 ) -> jax.Array:
@@ -212,6 +232,77 @@ def _apply_layer(
     counted = counted_tokens(batch)
     sums = router_sums(routing.logits, routing.shares, routing.chosen, counted)
     return LayerOutput(x, sums=sums)
+
+
+def _layer_fns_in_blocks(
+    layers: Mapping[LayerKind, _Abstract[DecoderLayer]],
+    config: ModelConfig,
+    attention: str,
+    target: ComputeTarget | None,
+    block_tokens: int,
+) -> tuple[LayerFn, ...]:
+    made = {
+        kind: partial(
+            _apply_layer_in_blocks,
+            layer,
+            config.of_layer(kind),
+            attention,
+            target,
+            kind.window,
+            block_tokens,
+        )
+        for kind, layer in layers.items()
+    }
+    return tuple(made[kind] for kind in config.layer_kinds)
+
+
+def _apply_layer_in_blocks(
+    layer: _Abstract[DecoderLayer],
+    config: ModelConfig,
+    attention: str,
+    target: ComputeTarget | None,
+    window: int | None,
+    block_tokens: int,
+    params: Params,
+    x: jax.Array,
+    batch: Batch,
+) -> jax.Array:
+    """`_apply_layer`, in blocks of tokens but for attention itself."""
+    kernel = _attention_kernel(config, attention, target, x, batch)
+    before, after = _around_attention(params)
+
+    def project(own: Params, arrays: Arrays, tables: Arrays) -> Arrays:
+        module = layer.merge(_filled(layer.shapes, own))
+        return module.self_attn.project(module.input_layernorm(arrays[0]), *tables)
+
+    def finish(own: Params, arrays: Arrays, _: Arrays) -> Arrays:
+        module = layer.merge(_filled(layer.shapes, own))
+        residual, attended = arrays
+        return (module.after_attention(residual, attended)[0],)
+
+    tables = rotary_tables(config, batch["positions"], batch.get("segment_ids"))
+    q, k, v = in_blocks(project, block_tokens, before, (x,), tables)
+    attended = attend(q, k, v, batch, window=window, implementation=kernel)
+    (y,) = in_blocks(finish, block_tokens, after, (x, attended))
+    return y
+
+
+def _around_attention(params: Params) -> tuple[Params, Params]:
+    """Parameters read before attention and after it, None in place of the others."""
+
+    def pick(wanted: bool) -> Params:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: leaf if _is_after_attention(path) == wanted else None, params
+        )
+
+    return pick(False), pick(True)
+
+
+def _is_after_attention(path: Sequence[Any]) -> bool:
+    name = jax.tree_util.keystr(tuple(path), simple=True, separator=".")
+    return not name.startswith("input_layernorm.") and (
+        name.startswith("self_attn.o_proj.") or not name.startswith("self_attn.")
+    )
 
 
 def _prefill_layer(
@@ -276,6 +367,21 @@ def _head_loss(
         _output_projection(params, embed_params),
         batch["targets"].reshape(-1),
         chunk_tokens=loss_chunk_tokens,
+    )
+
+
+def _head_hidden(head: _Abstract[Head], params: Params, x: jax.Array) -> jax.Array:
+    """The final norm; the projection, which it does not read, may be None."""
+    return head.merge(_filled(head.shapes, params)).normalise(x)
+
+
+def _filled(shapes: Params, params: Params) -> Params:
+    """Something in place of parameters that are None, which nobody reads."""
+    return jax.tree.map(
+        lambda _, own: jnp.zeros(()) if own is None else own,
+        shapes,
+        params,
+        is_leaf=lambda leaf: leaf is None,
     )
 
 

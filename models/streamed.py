@@ -110,6 +110,23 @@ CachedFn = Callable[[Params, jax.Array, Batch, Cache], tuple[jax.Array, Cache]]
 
 
 @dataclass(frozen=True, kw_only=True)
+class VocabularyForm:
+    """A lookup in a table of [V, D] and a loss that is cross-entropy after a plain projection.
+
+    Of such a model both can be taken in slices of the vocabulary (`models.sliced_loss`).
+
+    Attributes:
+      projection: full name of the projection [V, D]; of a tied model, the table of the embedding,
+        which has no other parameter.
+      hidden_fn: (head params, x [..., D]) -> what the projection is multiplied with, [..., D],
+        token by token; where the head has a projection of its own, that is None in the params.
+    """
+
+    projection: str
+    hidden_fn: Callable[[Params, jax.Array], jax.Array]
+
+
+@dataclass(frozen=True, kw_only=True)
 class CachedForm:
     """A decoder's layers as generation runs them: what was computed of earlier tokens is kept.
 
@@ -147,6 +164,8 @@ class StreamedModel:
         (`models.named_results`).
       head_loss_fn: the sum of the losses of the supervised tokens. Embed params are given when
         `tied` is true.
+      layer_fns_for: (block_tokens) -> the same layers that compute what treats each token by itself
+        so many tokens of a row at a time; None: they cannot.
       head_logits_fn: (head params, embed params or None, x) -> float32 logits [B, T, V].
       tied: the head also reads the embedding's parameters.
       vocab_size: number of token ids that the embedding accepts.
@@ -157,6 +176,8 @@ class StreamedModel:
       head_loss_for: (loss_chunk_tokens) -> the same loss that holds the logits of so many tokens at
         once, which is what a strategy decides; None: the loss is as it is, and no strategy has a
         say in it.
+      vocabulary: how embedding and head are taken in slices of the vocabulary, or None: the head's
+        loss is an affair of its own.
       loss_of_sums: the loss that no layer, device or microbatch can know alone, of the `sums` that
         layers give. Backward gets its derivatives by them as constants, so it is exact. None: there
         is none.
@@ -182,6 +203,8 @@ class StreamedModel:
     initial_value: Callable[[str, tuple[int, ...], int], np.ndarray]
     embed_for: Callable[[Any], EmbedFn] | None = None
     head_loss_for: Callable[[int], HeadLossFn] | None = None
+    layer_fns_for: Callable[[int], tuple[LayerFn, ...]] | None = None
+    vocabulary: VocabularyForm | None = None
     loss_of_sums: LossOfSums | None = None
     cached: CachedForm | None = None
     random: bool = False

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
+from slidedp_jax.planner import sliced_head
 from slidedp_jax.planner.chunking import chunk_stages
 from slidedp_jax.planner.hardware import ComputeDtype, HardwareProfile
 from slidedp_jax.planner.strategy import (
@@ -25,6 +26,10 @@ PREFETCH_DEPTHS = (1, 2)
 LOSS_CHUNKS_TOKENS = (4096, 2048, 1024, 512, 256)
 """Tried from the largest: larger ones sum the projection's gradient fewer times. Beyond 4096 tokens
 that is below 0.3 % of a step, for gigabytes of logits."""
+
+LAYER_BLOCK_TOKENS, LONG_ROW_TOKENS = 8192, 32768
+"""Tokens for which a layer computes at a time, and of rows for which that is tried: products of
+8192 tokens are as fast as any, and shorter rows fit without."""
 
 MAX_BLOCK_SIZE = 4096
 """Elements; two arrays of state stay in a core's cache. Measured best on large models."""
@@ -125,19 +130,42 @@ def candidates(
                             prefetch_depth=depth,
                         )
                         tokens = rows * batch.seq_length
+                        blocks = _layer_blocks(workload, batch)
                         chosen = _chosen(choices.loss_chunk_tokens, LOSS_CHUNKS_TOKENS)
                         sizes = {workload.loss_tokens(size, tokens) for size in chosen}
-                        yield _by_loss_chunk(strategy, sizes)
+                        for block in blocks:
+                            in_blocks = replace(strategy, layer_block_tokens=block)
+                            yield _heads(workload, in_blocks, sizes, num_devices)
 
 
 def _chosen(choice: _T | None, options: tuple[_T, ...]) -> tuple[_T, ...]:
     return options if choice is None else (choice,)
 
 
-def _by_loss_chunk(strategy: Strategy, sizes: Iterable[int]) -> Iterator[Strategy]:
-    """Loss chunks from large, which is faster, to small, which is smaller."""
-    for size in sorted(sizes, reverse=True):
-        yield replace(strategy, loss_chunk_tokens=size)
+def _layer_blocks(workload: Workload, batch: BatchShape) -> tuple[int, ...]:
+    """Whole rows, and where they are long, blocks of their tokens."""
+    possible = all(stage.row_elements for stage in workload.layers)
+    if not possible or batch.seq_length < LONG_ROW_TOKENS:
+        return (0,)
+    return (0, LAYER_BLOCK_TOKENS)
+
+
+def _heads(
+    workload: Workload, strategy: Strategy, sizes: Iterable[int], num_devices: int
+) -> Iterator[Strategy]:
+    """Loss chunks from large, which is faster, to small, which is smaller, then two passes.
+
+    Those are the leanest, and faster than one pass in very small loss chunks.
+    """
+    ordered = sorted(sizes, reverse=True)
+    for size in ordered:
+        if size >= sliced_head.SMALL_LOSS_CHUNK_TOKENS:
+            yield replace(strategy, loss_chunk_tokens=size)
+    largest = replace(strategy, loss_chunk_tokens=ordered[0])
+    yield from sliced_head.with_slices(workload, largest, num_devices)
+    for size in ordered:
+        if size < sliced_head.SMALL_LOSS_CHUNK_TOKENS:
+            yield replace(strategy, loss_chunk_tokens=size)
 
 
 def _chunk_sizes(num_layers: int, choice: int | None) -> list[int]:

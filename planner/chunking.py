@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -61,7 +62,14 @@ class Chunks:
         return largest // num_host_devices <= LARGEST_PIECE
 
 
-def padded_size(groups: Sequence[int], block_size: int, num_host_devices: int) -> int:
+def blocks_of_rows(row_size: int, block_size: int) -> int:
+    """The fewest blocks that are whole rows of a matrix with `row_size` columns."""
+    return math.lcm(row_size, block_size) // block_size
+
+
+def padded_size(
+    groups: Sequence[int], block_size: int, num_host_devices: int, row_size: int = 1
+) -> int:
     """Elements of a flat array.
 
     Each treatment group is padded to whole blocks, so that a block is of one group, and the whole
@@ -71,14 +79,20 @@ def padded_size(groups: Sequence[int], block_size: int, num_host_devices: int) -
       groups: parameters per group.
       block_size: elements per block.
       num_host_devices: pieces into which the array is cut, K.
+      row_size: every piece is a multiple of it.
     """
     blocks = sum(-(-size // block_size) for size in groups)
-    return -(-blocks // num_host_devices) * num_host_devices * block_size
+    unit = num_host_devices * blocks_of_rows(row_size, block_size)
+    return -(-blocks // unit) * unit * block_size
 
 
 @lru_cache(maxsize=256)
 def chunk_stages(
-    workload: Workload, layers_per_chunk: int, block_size: int, num_host_devices: int
+    workload: Workload,
+    layers_per_chunk: int,
+    block_size: int,
+    num_host_devices: int,
+    vocab_slices: int = 1,
 ) -> Chunks:
     """Cut the model into chunks.
 
@@ -87,10 +101,11 @@ def chunk_stages(
       layers_per_chunk: layers of each chunk but perhaps the last.
       block_size: elements per block of the host update.
       num_host_devices: host devices over which a chunk is sharded.
+      vocab_slices: with more than one, pieces of the projection are whole rows of it.
     """
     kinds: dict[tuple[StageWork, ...], int] = {}
 
-    def chunk(name: str, stages: tuple[StageWork, ...]) -> ChunkWork:
+    def chunk(name: str, stages: tuple[StageWork, ...], row_size: int = 1) -> ChunkWork:
         num_groups = max(len(stage.group_parameters) for stage in stages)
         groups = [
             sum(stage.group_parameters[i] for stage in stages if i < len(stage.group_parameters))
@@ -101,13 +116,14 @@ def chunk_stages(
             kind=kinds.setdefault(stages, len(kinds)),
             stages=stages,
             num_parameters=sum(groups),
-            padded_parameters=padded_size(groups, block_size, num_host_devices),
+            padded_parameters=padded_size(groups, block_size, num_host_devices, row_size),
         )
 
     layers = workload.layers
+    row_size = workload.hidden_size if vocab_slices > 1 else 1
     starts = range(0, len(layers), layers_per_chunk)
     return Chunks(
-        embed=chunk("embed", (workload.embed,)),
+        embed=chunk("embed", (workload.embed,), row_size if workload.tied else 1),
         layers=tuple(
             chunk(
                 f"layers.{start}-{min(start + layers_per_chunk, len(layers)) - 1}",
@@ -115,5 +131,5 @@ def chunk_stages(
             )
             for start in starts
         ),
-        head=chunk("head", (workload.head,)),
+        head=chunk("head", (workload.head,), 1 if workload.tied else row_size),
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from slidedp_jax.planner import sliced_head
 from slidedp_jax.planner.chunking import Chunks, ChunkWork, chunk_stages
 from slidedp_jax.planner.flops import matmul_forward_flops
 from slidedp_jax.planner.hardware import HardwareProfile
@@ -45,6 +46,8 @@ class ChunkDurations:
       update_s: host update.
       update_bytes: traffic of the host update in host memory.
       stays: whether the weights lie on the device from forward to backward.
+      boundary_s: one copy of the chunk's input off each device, or back; 0 if it stays.
+      boundary_bytes: of that copy, one device.
     """
 
     forward_s: float
@@ -57,6 +60,8 @@ class ChunkDurations:
     update_s: float = 0.0
     update_bytes: float = 0.0
     stays: bool = False
+    boundary_s: float = 0.0
+    boundary_bytes: float = 0.0
 
 
 def chunk_durations(
@@ -77,20 +82,28 @@ def chunk_durations(
       optimizer_state_bytes: optimizer state per parameter in bytes.
     """
     chunks = chunk_stages(
-        workload, strategy.layers_per_chunk, strategy.block_size, strategy.num_host_devices
+        workload,
+        strategy.layers_per_chunk,
+        strategy.block_size,
+        strategy.num_host_devices,
+        strategy.vocab_slices,
     )
     costs = _Costs(workload, chunks, batch, strategy, hardware, optimizer_state_bytes)
     first_kept = len(chunks.layers) - strategy.kept_chunks
+    first_attention = first_kept - strategy.attention_chunks
     resident = strategy.resident_chunks
     layers = [
         costs.layers(
             chunk,
             kept=index >= first_kept,
+            attention=first_attention <= index < first_kept,
             last=chunk is chunks.layers[-1],
             resident=index + 1 < resident,
         )
         for index, chunk in enumerate(chunks.layers)
     ]
+    for index in range(min(strategy.host_boundaries, len(layers))):
+        layers[index] = costs.with_boundary(layers[index])
     embedding = replace(costs.embedding(resident=resident > 0), stays=True)
     return (embedding, *layers, costs.head(resident=resident > len(layers) + 1))
 
@@ -117,7 +130,7 @@ class _Costs:
         self._matmul_rate = hardware.matmul_flops_per_s(strategy.compute_dtype)
         slower = self._matmul_rate / hardware.bf16_matmul_flops_per_s
         self._attention_rate = hardware.attention_flops_per_s * min(1.0, slower)
-        self._by_kind: dict[tuple[int, bool, bool, bool], ChunkDurations] = {}
+        self._by_kind: dict[tuple[int, bool, bool, bool, bool], ChunkDurations] = {}
 
     def embedding(self, *, resident: bool) -> ChunkDurations:
         """Lookup forward, scatter-add backward."""
@@ -128,29 +141,45 @@ class _Costs:
         num = self._strategy.num_microbatches
         return self._durations(chunk, num * lookup_s, num * scatter_s, 0.0, resident=resident)
 
-    def layers(self, chunk: ChunkWork, *, kept: bool, last: bool, resident: bool) -> ChunkDurations:
+    def layers(
+        self, chunk: ChunkWork, *, kept: bool, attention: bool, last: bool, resident: bool
+    ) -> ChunkDurations:
         """All layers of a chunk; one that is kept recomputes only its element-wise programs.
 
-        The weights of the last chunk stay for its backward, which comes next, in any case.
+        One that keeps attention's results recomputes all else. The weights of the last chunk stay
+        for its backward, which comes next, in any case.
         """
-        key = chunk.kind, kept, last, resident
+        key = chunk.kind, kept, attention, last, resident
         if key not in self._by_kind:
             self._by_kind[key] = self._layers(
-                chunk, kept=kept, stays=kept or last, resident=resident
+                chunk, kept=kept, attention=attention, stays=kept or last, resident=resident
             )
         return self._by_kind[key]
 
     def _layers(
-        self, chunk: ChunkWork, *, kept: bool, stays: bool, resident: bool
+        self, chunk: ChunkWork, *, kept: bool, attention: bool, stays: bool, resident: bool
     ) -> ChunkDurations:
         forward_s = backward_s = forward_flops = backward_flops = 0.0
         for stage in chunk.stages:
             stage_forward_s, stage_backward_s, flops, stage_backward_flops = self._layer(stage)
             again_s = self._elementwise_s(stage.elementwise_elements * self._tokens)
             forward_s += stage_forward_s
-            backward_s += (again_s if kept else stage_forward_s) + stage_backward_s
+            again_flops = flops
+            if kept:
+                again_flops = 0.0
+            elif attention and stage.attention_elements:
+                attended = self._strategy.rows_per_microbatch * stage.attention_flops(self._batch)
+                again_s = stage_forward_s - attended / self._attention_rate
+                again_flops -= attended
+            else:
+                again_s = stage_forward_s
+            if self._strategy.layer_block_tokens:
+                twice = matmul_forward_flops(self._tokens, stage.before_attention_parameters)
+                again_s += twice / self._matmul_rate
+                again_flops += twice
+            backward_s += again_s + stage_backward_s
             forward_flops += flops
-            backward_flops += (0.0 if kept else flops) + stage_backward_flops
+            backward_flops += again_flops + stage_backward_flops
         spared = spared_s = 0.0
         if not kept:
             last = chunk.stages[-1]
@@ -170,6 +199,8 @@ class _Costs:
         memory traffic.
         """
         stage, workload, tokens = self._workload.head, self._workload, self._tokens
+        if self._strategy.vocab_slices > 1:
+            return self._sliced_head(resident=resident)
         flops = 3.0 * matmul_forward_flops(tokens, stage.matmul_parameters)
         at_once = workload.loss_tokens(self._strategy.loss_chunk_tokens, tokens)
         loss_chunks = -(-tokens // at_once)
@@ -183,6 +214,46 @@ class _Costs:
         num = self._strategy.num_microbatches
         times = 0.0, num * seconds
         return self._durations(self._chunks.head, *times, num * flops, resident=resident)
+
+    def with_boundary(self, layers: ChunkDurations) -> ChunkDurations:
+        """A chunk whose input waits in host memory, in one piece per microbatch."""
+        num, hardware = self._strategy.num_microbatches, self._hardware
+        size = float(self._strategy.host_boundary_bytes)
+        return replace(
+            layers,
+            boundary_s=num * hardware.d2h.seconds(size),
+            boundary_bytes=num * size,
+        )
+
+    def _sliced_head(self, *, resident: bool) -> ChunkDurations:
+        """In two passes over slices of the vocabulary, whose weights may be uploaded twice."""
+        stage, workload = self._workload.head, self._workload
+        seconds, flops = sliced_head.head_seconds(
+            workload,
+            self._strategy,
+            self._hardware,
+            tokens=self._tokens,
+            matmul_rate=self._matmul_rate,
+            passes_over_logits=LOGITS_PASSES,
+        )
+        seconds += (1 + ELEMENTWISE_BACKWARD) * self._elementwise_s(
+            stage.elementwise_elements * self._tokens
+        )
+        num = self._strategy.num_microbatches
+        found = self._durations(
+            self._chunks.head, 0.0, num * seconds, num * flops, resident=resident
+        )
+        times = sliced_head.uploads_of_projection(workload, self._strategy)
+        owner = sliced_head.projection_chunk(self._chunks, tied=workload.tied)
+        unpack_s, upload_bytes, pieces = self._upload(float(owner.padded_parameters))
+        once_s = self._hardware.h2d.seconds(upload_bytes) + pieces * self._hardware.copy_gap_s
+        passes = 2  # weights that stay are unpacked for either all the same
+        return replace(
+            found,
+            backward_s=found.backward_s + (passes if workload.tied else passes - 1) * unpack_s,
+            upload_s=found.upload_s + times * once_s,
+            upload_bytes=found.upload_bytes + times * upload_bytes,
+        )
 
     def _layer(self, stage: StageWork) -> tuple[float, float, float, float]:
         """Seconds and operations of forward and of backward without recompute, one microbatch."""

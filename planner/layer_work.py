@@ -73,7 +73,12 @@ def layer_work(config: ModelConfig, kind: LayerKind) -> StageWork:
         window=kind.window,
         residual_elements=int(4 * hidden + after + before_norm + heads + ffn.residual),
         kept_elements=int(heads + hidden + after // 2 + ffn.kept + 2 * config.num_attention_heads),
+        attention_elements=queries + 2 * config.num_attention_heads,
         decided_elements=ffn.decided,
+        # q, k, v, the output and their gradients, cuDNN's own of q in fp32, one of x. What routes
+        # tokens is not computed in blocks.
+        row_elements=0 if kind.sparse else 6 * queries + 4 * keys + hidden,
+        before_attention_parameters=hidden * (queries + 2 * keys),
         forward_workspace_elements=int(2 * hidden + max(ffn.forward, heads)),
         backward_workspace_elements=int(2 * hidden + max(ffn.backward, heads)),
         elementwise_elements=int(10 * hidden + 2 * after + 2 * before_norm + ffn.elementwise),

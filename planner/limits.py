@@ -20,6 +20,7 @@ _ADVICE: Mapping[str, str] = {
     "boundary_activations": "use fewer tokens per step and device (fewer rows, or more devices)",
     "recompute_residuals": "use shorter sequences",
     "kept_chunks": "keep fewer chunks",
+    "kept_attention": "keep the attention of fewer chunks",
     "decided": "use fewer tokens per step and device (fewer rows, or more devices)",
     "resident_state": "leave the state of more chunks on the host",
     "resident_gradients": "leave the state of more chunks on the host",
@@ -32,6 +33,7 @@ _ADVICE: Mapping[str, str] = {
     "head_gradient": "use devices with more memory",
     "logits": "use a smaller --loss_chunk_tokens; where the loss is the model's own, fewer tokens "
     "per microbatch, or in that loss models.loss.cross_entropy_sum with a smaller chunk_tokens",
+    "hidden_gradient": "use fewer tokens per step and device (fewer rows, or more devices)",
     "batch_arrays": "use fewer tokens per step",
     "master_weights": "use a host with more memory or a smaller model: 4 bytes per parameter are "
     "the least",
@@ -41,6 +43,7 @@ _ADVICE: Mapping[str, str] = {
     "state_in_passing": "leave the embedding's state on the host, or use fewer layers per chunk",
     "waiting_gradients": "use bfloat16 compute (--dtype of training, --compute_dtype of plans) or "
     "--gradient_route reduce_scatter",
+    "host_boundaries": "use fewer tokens per step, or more --layers_per_chunk",
     "pinned_pool_overhead": "use fewer --layers_per_chunk",
     "several_gpus": "use fewer GPUs or a host with more memory",
     "compute_devices": "use fewer compute devices or fewer tokens per step",

@@ -13,11 +13,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from slidedp_jax.planner import sliced_head
 from slidedp_jax.planner.chunking import Chunks, ChunkWork, chunk_stages
 from slidedp_jax.planner.hardware import HardwareProfile
 from slidedp_jax.planner.pinned_pool import pool_regions
 from slidedp_jax.planner.strategy import GRADIENTS_IN_FLIGHT, SLOTS_BESIDE_PREFETCH, Strategy
-from slidedp_jax.planner.workload import BatchShape, Workload
+from slidedp_jax.planner.workload import BatchShape, StageWork, Workload
 
 ADAMW_STATE_BYTES = 8
 """Optimizer state per parameter of AdamW with fp32 moments."""
@@ -91,7 +92,11 @@ def memory_use(
       optimizer_state_bytes: optimizer state per parameter in bytes, AdamW's 8 by default.
     """
     chunks = chunk_stages(
-        workload, strategy.layers_per_chunk, strategy.block_size, strategy.num_host_devices
+        workload,
+        strategy.layers_per_chunk,
+        strategy.block_size,
+        strategy.num_host_devices,
+        strategy.vocab_slices,
     )
     phases = device_phases(workload, chunks, batch, strategy, hardware.num_devices)
     packed = packed_attention_bytes(workload, batch, strategy)
@@ -146,8 +151,9 @@ def device_phases(
 
 def _forward_phases(sizes: _Sizes) -> dict[str, dict[str, float]]:
     """Up to and including the loss."""
-    chunks, inputs = sizes.chunks, len(sizes.chunks.layers)
-    embedding = {"embedding_weights": sizes.weights(chunks.embed)} if sizes.tied else {}
+    chunks, inputs = sizes.chunks, sizes.inputs
+    held = sizes.tied and not sizes.slices_head
+    embedding = {"embedding_weights": sizes.weights(chunks.embed)} if held else {}
     return {
         "embedding": {
             "layer_weights": sizes.prefetched,
@@ -161,17 +167,17 @@ def _forward_phases(sizes: _Sizes) -> dict[str, dict[str, float]]:
             "boundary_activations": (inputs + 1) * sizes.boundary,
             "layer_workspace": sizes.per_microbatch("forward_workspace_elements"),
             **sizes.kept,
+            **sizes.attention,
             **sizes.decided(chunks.layers),
             "batch_arrays": sizes.batch_arrays,
         },
         "loss": {
             "layer_weights": sizes.window,
             **embedding,
-            "head_weights": 2.0 * sizes.weights(chunks.head),
             "boundary_activations": (inputs + 2) * sizes.boundary,
-            "logits": sizes.logits,
-            "head_gradient": sizes.head_gradient,
+            **sizes.loss,
             **sizes.kept,
+            **sizes.attention,
             **sizes.decided(chunks.layers),
             "batch_arrays": sizes.batch_arrays,
         },
@@ -180,15 +186,16 @@ def _forward_phases(sizes: _Sizes) -> dict[str, dict[str, float]]:
 
 def _backward_phases(sizes: _Sizes) -> dict[str, dict[str, float]]:
     """After the loss."""
-    chunks, inputs = sizes.chunks, len(sizes.chunks.layers)
+    chunks, inputs = sizes.chunks, sizes.inputs
     embedding_sum = {"embedding_gradient_sum": 4.0 * chunks.embed.num_parameters}
     tied_gradient = embedding_sum if sizes.tied else {}
     layer_wire = sizes.wire(sizes.largest_layer)
     others = GRADIENTS_IN_FLIGHT - 1  # while one more is computed
     layers_leaving = others * layer_wire
-    leaving = others * max(layer_wire, 0.0 if sizes.tied else sizes.wire(chunks.head))
+    leaving = others * max(layer_wire, 0.0 if sizes.tied else sizes.head_wire)
     summed_layer = sizes.summed_beside(sizes.largest_layer)
-    summed = max(summed_layer, 0.0 if sizes.tied else sizes.summed_beside(chunks.head))
+    head_travels_alone = sizes.tied or sizes.slices_head
+    summed = max(summed_layer, 0.0 if head_travels_alone else sizes.summed_beside(chunks.head))
     phases = {
         "backward": {
             "layer_weights": sizes.window,
@@ -198,6 +205,7 @@ def _backward_phases(sizes: _Sizes) -> dict[str, dict[str, float]]:
             "layer_gradients": sizes.gradient(sizes.largest_layer) + leaving + summed,
             **tied_gradient,
             **sizes.kept,
+            **sizes.attention,
             **sizes.decided(chunks.layers),
             "batch_arrays": sizes.batch_arrays,
         },
@@ -207,6 +215,7 @@ def _backward_phases(sizes: _Sizes) -> dict[str, dict[str, float]]:
             "layer_gradients": sizes.packing(sizes.largest_layer) + layer_wire + leaving,
             **tied_gradient,
             **sizes.kept,
+            **sizes.attention,
             **sizes.decided(chunks.layers),
             "batch_arrays": sizes.batch_arrays,
         },
@@ -218,6 +227,7 @@ def _backward_phases(sizes: _Sizes) -> dict[str, dict[str, float]]:
             "layer_gradients": sizes.gradient(sizes.largest_layer) + layers_leaving + summed_layer,
             **tied_gradient,
             **sizes.kept_of_first,
+            **sizes.attention_of_first,
             **sizes.decided(chunks.layers[:1]),
             "batch_arrays": sizes.batch_arrays,
         },
@@ -226,19 +236,21 @@ def _backward_phases(sizes: _Sizes) -> dict[str, dict[str, float]]:
             "boundary_activations": sizes.boundary,
             "layer_gradients": layers_leaving,
             **embedding_sum,
-            "embedding_gradient": 4.0 * chunks.embed.padded_parameters + sizes.wire(chunks.embed),
+            "embedding_gradient": sizes.embedding_gradient,
             "batch_arrays": sizes.batch_arrays,
         },
     }
-    below = inputs - sizes.num_kept
+    below = len(chunks.layers) - sizes.num_kept
     if sizes.num_kept and below:
         phases["recompute"] = {
             "layer_weights": sizes.window,
-            "boundary_activations": (below + 1) * sizes.boundary + sizes.boundary_microbatch,
+            "boundary_activations": (sizes.inputs_below(below) + 1) * sizes.boundary
+            + sizes.boundary_microbatch,
             "recompute_residuals": sizes.residuals_of(chunks.layers[below - 1]),
             "layer_workspace": sizes.per_microbatch("backward_workspace_elements"),
             "layer_gradients": sizes.gradient(sizes.largest_layer) + layers_leaving + summed_layer,
             **tied_gradient,
+            **sizes.attention,
             **sizes.decided(chunks.layers[:below]),
             "batch_arrays": sizes.batch_arrays,
         }
@@ -279,6 +291,8 @@ class _Sizes:
         self.tied = workload.tied
         self._workload = workload
         self._tokens = strategy.rows_per_microbatch * batch.seq_length
+        block = strategy.layer_block_tokens or batch.seq_length
+        self._tokens_at_once = strategy.rows_per_microbatch * min(block, batch.seq_length)
         self.largest_layer = max(chunks.layers, key=lambda chunk: chunk.padded_parameters)
         tokens_on_device = self._tokens * strategy.num_microbatches
         self.batch_arrays = 4.0 * BATCH_ARRAYS * tokens_on_device
@@ -289,8 +303,13 @@ class _Sizes:
         arriving = strategy.upload_bytes * float(self.largest_layer.padded_parameters)
         if self._gathers:
             arriving /= num_devices
+        self.inputs = self.inputs_below(len(chunks.layers))
         self.prefetched = strategy.prefetch_depth * arriving
         self.window = self.prefetched + SLOTS_BESIDE_PREFETCH * self.weights(self.largest_layer)
+
+    def inputs_below(self, num_chunks: int) -> int:
+        """Inputs of so many of the lowest layer chunks that are on a device."""
+        return self._strategy.boundaries_on_device(num_chunks)
 
     def weights(self, chunk: ChunkWork) -> float:
         """Weights of a chunk in the compute dtype."""
@@ -324,11 +343,14 @@ class _Sizes:
         return self.packing(chunk) if self._scatters and self._num_devices > 1 else 0.0
 
     def per_microbatch(self, attribute: str) -> float:
-        """The largest layer's elements of one kind for the tokens of one microbatch."""
+        """The largest layer's elements of one kind for the tokens of one microbatch.
+
+        Or, where it runs in blocks of tokens, for those of one block.
+        """
         largest = max(
             getattr(stage, attribute) for chunk in self.chunks.layers for stage in chunk.stages
         )
-        return float(self._tokens * self._strategy.compute_bytes * largest)
+        return float(self._tokens_at_once * self._strategy.compute_bytes * largest)
 
     @property
     def num_kept(self) -> int:
@@ -343,7 +365,26 @@ class _Sizes:
         first_kept = len(self.chunks.layers) - self.num_kept
         if any(chunk is kept for kept in self.chunks.layers[first_kept:]):
             largest = max(0, largest - self._kept_elements(chunk))
-        return float(self._tokens * self._strategy.compute_bytes * largest)
+        elements = float(self._tokens_at_once * largest)
+        if self._strategy.layer_block_tokens:  # of the other layers of a chunk, their inputs
+            elements = self._in_blocks()
+        return self._strategy.compute_bytes * elements
+
+    def _in_blocks(self) -> float:
+        """Elements of one block, and of whole rows: attention, and inputs of the layers above."""
+        hidden = self._workload.hidden_size
+
+        def waiting(stage: StageWork) -> float:
+            projected = stage.before_attention_parameters / hidden  # q, k and v
+            return projected + stage.attention_elements + hidden
+
+        block = max(stage.residual_elements for c in self.chunks.layers for stage in c.stages)
+        rows = max(
+            max(stage.row_elements for stage in chunk.stages)
+            + sum(waiting(stage) for stage in chunk.stages[1:])
+            for chunk in self.chunks.layers
+        )
+        return self._tokens_at_once * block + self._tokens * rows
 
     @staticmethod
     def _kept_elements(chunk: ChunkWork) -> int:
@@ -356,6 +397,27 @@ class _Sizes:
             return {}
         kept = self.chunks.layers[-self._strategy.kept_chunks :]
         return {"kept_chunks": sum(map(self._kept, kept))}
+
+    @property
+    def attention(self) -> dict[str, float]:
+        """Attention's results of the chunks below those that keep them, all microbatches."""
+        end = len(self.chunks.layers) - self._strategy.kept_chunks
+        own = self.chunks.layers[max(0, end - self._strategy.attention_chunks) : max(0, end)]
+        return self._attention(own)
+
+    @property
+    def attention_of_first(self) -> dict[str, float]:
+        """Those of the first layer chunk."""
+        end = len(self.chunks.layers) - self._strategy.kept_chunks
+        reaches = 0 < end <= self._strategy.attention_chunks
+        return self._attention(self.chunks.layers[:1] if reaches else ())
+
+    def _attention(self, chunks: Sequence[ChunkWork]) -> dict[str, float]:
+        elements = sum(stage.attention_elements for chunk in chunks for stage in chunk.stages)
+        if not elements:
+            return {}
+        tokens = self._tokens * self._strategy.num_microbatches
+        return {"kept_attention": float(tokens * self._strategy.compute_bytes * elements)}
 
     @property
     def kept_of_first(self) -> dict[str, float]:
@@ -376,6 +438,41 @@ class _Sizes:
             return {}
         tokens = self._tokens * self._strategy.num_microbatches
         return {"decided": float(tokens * self._strategy.compute_bytes * elements)}
+
+    @property
+    def slices_head(self) -> bool:
+        """Whether the head is taken in slices of the vocabulary."""
+        return self._strategy.vocab_slices > 1
+
+    @property
+    def loss(self) -> dict[str, float]:
+        """Of the head while it computes loss and gradients."""
+        if not self.slices_head:
+            return {
+                "head_weights": 2.0 * self.weights(self.chunks.head),
+                "logits": self.logits,
+                "head_gradient": self.head_gradient,
+            }
+        return sliced_head.loss_memory(
+            self.chunks,
+            self._workload,
+            self._strategy,
+            microbatch_tokens=self._tokens,
+            wire=self.wire(self.chunks.embed if self.tied else self.chunks.head),
+            logits_copies=LOGITS_COPIES,
+        )
+
+    @property
+    def head_wire(self) -> float:
+        """What of the head's gradient may still be leaving when layers run backward."""
+        return self.wire(self.chunks.head) / self._strategy.vocab_slices
+
+    @property
+    def embedding_gradient(self) -> float:
+        """Of the embedding, packed and rounded; of a tied one in slices, one of them."""
+        embed, count = self.chunks.embed, self._strategy.vocab_slices if self.tied else 1
+        in_flight = 1 if count == 1 else GRADIENTS_IN_FLIGHT
+        return (4.0 * embed.padded_parameters + in_flight * self.wire(embed)) / count
 
     @property
     def logits(self) -> float:
@@ -417,14 +514,20 @@ def _host(
     """
     copies = hardware.num_devices if strategy.gradient_route == "host_sum" else 1
     shards = hardware.num_devices if strategy.gradient_route == "reduce_scatter" else 1
+    projection = sliced_head.projection_chunk(chunks, tied=workload.tied)
     requests = [
-        strategy.gradient_bytes * chunk.padded_parameters / shards
+        strategy.gradient_bytes * chunk.padded_parameters / shards / slices
         for chunk in reversed(chunks.all[strategy.resident_chunks :])  # as backward sends them
-        for _ in range(copies * shards)
+        for slices in [strategy.vocab_slices if chunk is projection else 1]
+        for _ in range(copies * shards * slices)
     ]
     gradients = float(sum(requests))
+    boundaries = [float(strategy.host_boundary_bytes)] * (
+        strategy.host_boundaries * strategy.num_microbatches * hardware.num_devices
+    )
+    in_pool = gradients + sum(boundaries)
     # The CPU backend has no page-locked pool.
-    pool = gradients if hardware.unified_memory else float(sum(pool_regions(requests)))
+    pool = in_pool if hardware.unified_memory else float(sum(pool_regions(boundaries + requests)))
     padded = chunks.padded_parameters - resident_parameters(chunks, strategy)
     passing = chunks.all[: strategy.resident_chunks]
     stages = [stage.num_parameters for stage in workload.stages]
@@ -439,7 +542,8 @@ def _host(
         "optimizer_state": float(optimizer_state_bytes * padded),
         "state_in_passing": float((MASTER_BYTES + optimizer_state_bytes) * max(saved, read)),
         "waiting_gradients": gradients,
-        "pinned_pool_overhead": pool - gradients,
+        **({"host_boundaries": sum(boundaries)} if boundaries else {}),
+        "pinned_pool_overhead": pool - in_pool,
         **_several_gpus(hardware, (MASTER_BYTES + optimizer_state_bytes) * padded),
         "runtime_reserve": hardware.host_reserve_bytes
         * (1 if hardware.unified_memory else hardware.num_devices),

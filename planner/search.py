@@ -16,6 +16,7 @@ from slidedp_jax.planner.candidates import Choices, candidates, default_block_si
 from slidedp_jax.planner.chunking import LARGEST_PIECE, chunk_stages
 from slidedp_jax.planner.errors import PlanError
 from slidedp_jax.planner.hardware import COMPUTE_DTYPES, ComputeDtype, HardwareProfile, size_text
+from slidedp_jax.planner.host_boundaries import fewest_on_host, with_more_on_host
 from slidedp_jax.planner.job import Alternative, Job
 from slidedp_jax.planner.limits import Limit, LimitName
 from slidedp_jax.planner.memory import ADAMW_STATE_BYTES, MemoryUse
@@ -29,6 +30,9 @@ NUM_REJECTED = 4
 
 NEARLY = 1.01
 """Times that are as good as the best, where another reason decides."""
+
+AS_GOOD = 1.005
+"""The same where that reason is host memory, which costs nothing if it is there."""
 
 SMALL_LOSS_CHUNK_TOKENS, LARGE_LOGITS = 1024, 0.1
 """A loss chunk that is small, and from which share of a device's memory on logits are large."""
@@ -224,6 +228,11 @@ def _sort_by_fit(
             if resident_state and by_devices and [x.name for x in limits] == ["host memory"]:
                 strategy, fits = relieving_host(job, strategy)
             memory = job.memory(strategy)
+            if not fits and (eased := fewest_on_host(job, strategy)) is not None:
+                strategy, fits = eased, not job.limits(job.memory(eased))
+                if not fits and by_devices and resident_state:
+                    strategy, fits = relieving_host(job, eased)
+                memory = job.memory(strategy)
             if fits:
                 if keep_activations:
                     strategy, _ = keeping_most(job, strategy, memory)
@@ -255,6 +264,10 @@ def _with_spare_memory(
         if one.strategy.gradient_route == "reduce_scatter":
             kinds[one.strategy] = one.strategy
     tried = list(dict.fromkeys(kinds.values()))
+    bases = [one.strategy for one in ranked[:NUM_REFINED] if one.strategy in kinds]
+    bases += sorted(tried, key=lambda strategy: strategy.layers_per_chunk)[:1]
+    for strategy in dict.fromkeys(bases):
+        tried += with_more_on_host(job, strategy)
     if loss_chunk_tokens is not None:
         tried += [
             replace(strategy, loss_chunk_tokens=loss_chunk_tokens)
@@ -267,10 +280,19 @@ def _with_spare_memory(
         better = with_state_on_devices(job, one, keep_activations=keep_activations)
         found[better.strategy] = better
     ranked = sorted(found.values(), key=_by_time)
-    # Programs of many layers take long to compile: not for nothing.
+    # Programs of many layers take long to compile, boundaries take host memory: not for nothing.
     good = [one for one in ranked if one.time.step_s <= NEARLY * ranked[0].time.step_s]
-    best = min(good, key=lambda one: (one.strategy.layers_per_chunk, *_by_time(one)))
+    fewest = min(one.strategy.layers_per_chunk for one in good)
+    good = [one for one in good if one.strategy.layers_per_chunk == fewest]
+    equal = [one for one in good if one.time.step_s <= AS_GOOD * good[0].time.step_s]
+    best = min(equal, key=lambda one: (_boundaries(one.strategy), *_by_time(one)))
     return [best, *(one for one in ranked if one is not best)]
+
+
+def _boundaries(strategy: Strategy) -> int:
+    """Bytes of them in host memory, per device."""
+    each = strategy.host_boundaries * strategy.host_boundary_bytes
+    return each * strategy.num_microbatches
 
 
 def _share_of_logits(memory: MemoryUse) -> float:

@@ -67,6 +67,12 @@ class StageWork:
       residual_elements: what the backward pass keeps of the recomputed forward pass.
       kept_elements: what a chunk that is not recomputed keeps from forward to backward; 0: as much
         as `residual_elements`.
+      attention_elements: attention's output and statistics, what a chunk keeps that recomputes
+        everything else; 0: nothing can be kept apart.
+      row_elements: what of whole rows is live at once in backward where the rest is computed in
+        blocks of tokens: inputs and results of attention and their gradients; 0: it cannot be.
+      before_attention_parameters: weights of the products before attention, which blocks compute
+        once more.
       decided_elements: what stays from forward to backward in any case, beside the above, because
         it must not be computed again (the choices of a router); an int32 is two bf16 elements.
       forward_workspace_elements: most that is live at once inside the forward pass.
@@ -87,6 +93,9 @@ class StageWork:
     window: int | None = None
     residual_elements: int = 0
     kept_elements: int = 0
+    attention_elements: int = 0
+    row_elements: int = 0
+    before_attention_parameters: int = 0
     decided_elements: int = 0
     forward_workspace_elements: int = 0
     backward_workspace_elements: int = 0

@@ -9,7 +9,9 @@ The schedule (one wave, every microbatch passes a chunk while it is there):
   is dispatched `prefetch_depth` uses ahead; a copy waits for compute dispatched before it, so it
   runs beside the compute of the chunks in between and no earlier. A forward upload also waits for
   the chunk's update of the step before.
-- d2h: each chunk's gradient after its backward. At most `GRADIENTS_IN_FLIGHT` are on their way.
+  Inputs of chunks that wait in host memory come back beside the backward of the chunk above.
+- d2h: each chunk's gradient after its backward. At most `GRADIENTS_IN_FLIGHT` are on their way. In
+  forward, inputs that wait in host memory, beside the chunk's own compute, as many at a time.
 - host_update: `eager`, when the gradient has arrived, the lowest waiting chunk first; `deferred`,
   after the step's end, when the norm over all is known, strictly in the order of the next forward.
 
@@ -26,7 +28,7 @@ from slidedp_jax.planner.durations import ChunkDurations, chunk_durations
 from slidedp_jax.planner.flops import utilization
 from slidedp_jax.planner.hardware import HardwareProfile
 from slidedp_jax.planner.memory import ADAMW_STATE_BYTES
-from slidedp_jax.planner.strategy import GRADIENTS_IN_FLIGHT, Strategy
+from slidedp_jax.planner.strategy import BOUNDARIES_IN_FLIGHT, GRADIENTS_IN_FLIGHT, Strategy
 from slidedp_jax.planner.timeline import LANES, Lane, Task, Timeline, simulate
 from slidedp_jax.planner.workload import BatchShape, Workload
 
@@ -131,6 +133,7 @@ def lower_bound_s(
     """
     uploads, downloads = _copies(durations)
     link_bytes = sum(c.upload_bytes for c in uploads) + sum(c.download_bytes for c in downloads)
+    link_bytes += 2 * sum(c.boundary_bytes for c in durations)
     host_bytes = link_bytes * hardware.num_devices + sum(c.update_bytes for c in durations)
     return max(
         *_busy(durations, hardware).values(),
@@ -173,9 +176,9 @@ def _copies(
 def _busy(durations: Sequence[ChunkDurations], hardware: HardwareProfile) -> dict[Lane, float]:
     uploads, downloads = _copies(durations)
     return {
-        "h2d": sum(chunk.upload_s for chunk in uploads),
+        "h2d": sum(c.upload_s for c in uploads) + sum(c.boundary_s for c in durations),
         "compute": sum(c.forward_s + c.backward_s for c in durations) + hardware.step_end_s,
-        "d2h": sum(chunk.download_s for chunk in downloads),
+        "d2h": sum(c.download_s for c in downloads) + sum(c.boundary_s for c in durations),
         "host_update": sum(chunk.update_s for chunk in durations),
     }
 
@@ -215,12 +218,18 @@ class _Schedule:
         """Adds one step whose forward waits for `commits`; returns its own updates by chunk."""
         head = len(self._chunks) - 1
         downloads: dict[int, int] = {}
+        leaving: list[int] = []
         for chunk in range(head):
-            self._use(self._chunks[chunk].forward_s, self._upload(chunk, commits))
+            leaves = self._boundary(chunk, "d2h", (self._uses[-1],)) if chunk else ()
+            leaving += leaves
+            room = leaving[-1 - BOUNDARIES_IN_FLIGHT : -BOUNDARIES_IN_FLIGHT] if leaves else []
+            self._use(self._chunks[chunk].forward_s, (*self._upload(chunk, commits), *room))
         for chunk in range(head, -1, -1):
             stays = self._chunks[chunk].stays
             version = commits if chunk == head else {}
             upload = () if stays else self._upload(chunk, version)
+            # Dispatched before the backward of the chunk above: it waits for the one before that.
+            upload += self._boundary(chunk, "h2d", (*self._uses[-2:-1], *leaving))
             use = self._use(self._chunks[chunk].backward_s, (*upload, *self._gradient_room()))
             downloads[chunk] = self._download(chunk, use)
         deferred = self._strategy.update_policy == "deferred"
@@ -246,6 +255,13 @@ class _Schedule:
         if chunk in commits:
             after.append(commits[chunk])
         return (self._add_copy("h2d", work.upload_s, work.upload_bytes, tuple(after)),)
+
+    def _boundary(self, chunk: int, lane: Lane, after: tuple[int, ...]) -> tuple[int, ...]:
+        """A copy of the chunk's input, if it waits in host memory."""
+        work = self._chunks[chunk]
+        if not work.boundary_bytes:
+            return ()
+        return (self._add_copy(lane, work.boundary_s, work.boundary_bytes, after),)
 
     def _download(self, chunk: int, use: int) -> int:
         work = self._chunks[chunk]

@@ -23,6 +23,11 @@ GRADIENTS_IN_FLIGHT = 2
 """Gradients on their way off a device, the newest one among them: before another chunk runs
 backward, the schedule waits until there is room for its own."""
 
+BOUNDARIES_IN_FLIGHT = 2
+"""Boundary activations on their way off a device, the newest one among them: before another chunk
+runs forward, the schedule waits until there is room for its own. As many are on a device in
+backward: one in use, one on its way."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
@@ -42,10 +47,23 @@ class Strategy:
       prefetch_depth: chunks whose upload may run ahead of compute.
       kept_chunks: top layer chunks whose weights and intermediate results stay on the device from
         forward to backward; the others are uploaded again and recomputed.
+      attention_chunks: layer chunks, the top ones below those, of which only attention's output and
+        statistics stay on the device from forward to backward.
       resident_chunks: lowest chunks, the embedding among them, whose training state stays on the
         devices, each with its share, and is updated there.
+      host_boundaries: lowest layer chunks whose inputs wait in host memory from forward to
+        backward; those of the others wait on the devices.
+      host_boundary_bytes: of one device's input for one microbatch, for which page-locked memory is
+        made: steps of longer rows are refused.
+      layer_block_tokens: tokens of a row for which a layer computes norms, projections and MLP at a
+        time, forward and backward; 0: of whole rows.
       loss_chunk_tokens: tokens whose logits exist at once. A model whose loss decides that by
         itself goes its own way; in plans for it, this is what it does.
+      vocab_slices: slices of the vocabulary in which the head's logits and gradients are made, in
+        two passes; 1: all of it in one pass. Each is whole pieces of the state: it divides
+        `num_host_devices`.
+      slice_head_weights: with several slices, also the projection's weights are on the device a
+        slice at a time, and uploaded for either pass; otherwise once.
       compute_dtype: dtype of forward and backward.
       num_host_devices: CPU devices over which the state is sharded, K; a multiple of the number of
         compute devices.
@@ -60,15 +78,21 @@ class Strategy:
     update_policy: UpdatePolicy = "deferred"
     prefetch_depth: int = 1
     kept_chunks: int = 0
+    attention_chunks: int = 0
     resident_chunks: int = 0
+    host_boundaries: int = 0
+    host_boundary_bytes: int = 0
+    layer_block_tokens: int = 0
     loss_chunk_tokens: int = 1024
+    vocab_slices: int = 1
+    slice_head_weights: bool = False
     compute_dtype: ComputeDtype = "bfloat16"
     num_host_devices: int = 1
     block_size: int = 4096
 
     def __post_init__(self) -> None:
         """Checks each field."""
-        for names, least in ((_COUNTS, 1), (("kept_chunks", "resident_chunks"), 0)):
+        for names, least in ((_COUNTS, 1), (_SHARES, 0)):
             for name in names:
                 value = getattr(self, name)
                 if not isinstance(value, int) or value < least:
@@ -85,6 +109,23 @@ class Strategy:
                 f"resident_chunks is {self.resident_chunks} with gradient_route "
                 f"{self.gradient_route!r}; state on the devices is updated from gradients that the "
                 "devices sum, so use 'reduce_scatter', or resident_chunks 0."
+            )
+        if bool(self.host_boundaries) != bool(self.host_boundary_bytes):
+            raise ValueError(
+                f"host_boundaries is {self.host_boundaries} and host_boundary_bytes "
+                f"{self.host_boundary_bytes}; state both, or neither: room is made for so many of "
+                "that size."
+            )
+        if self.num_host_devices % self.vocab_slices:
+            raise ValueError(
+                f"vocab_slices is {self.vocab_slices} with num_host_devices "
+                f"{self.num_host_devices}; a slice is whole pieces of the state, so it must divide "
+                "that."
+            )
+        if self.slice_head_weights and self.vocab_slices == 1:
+            raise ValueError(
+                "slice_head_weights is true with vocab_slices 1; weights are sliced where the "
+                "vocabulary is: use more slices, or slice_head_weights false."
             )
 
     @staticmethod
@@ -109,6 +150,11 @@ class Strategy:
     def weight_slots(self) -> int:
         """Layer chunks whose weights lie on a device at once."""
         return self.prefetch_depth + SLOTS_BESIDE_PREFETCH
+
+    def boundaries_on_device(self, num_chunks: int) -> int:
+        """Inputs of layer chunks on a device at the end of forward, with those on their way."""
+        on_host = min(self.host_boundaries, num_chunks)
+        return num_chunks - on_host + min(on_host, BOUNDARIES_IN_FLIGHT)
 
     @property
     def compute_bytes(self) -> int:
@@ -135,8 +181,17 @@ _COUNTS = (
     "num_microbatches",
     "prefetch_depth",
     "loss_chunk_tokens",
+    "vocab_slices",
     "num_host_devices",
     "block_size",
+)
+_SHARES = (
+    "kept_chunks",
+    "attention_chunks",
+    "resident_chunks",
+    "host_boundaries",
+    "host_boundary_bytes",
+    "layer_block_tokens",
 )
 _CHOICES: dict[str, tuple[str, ...]] = {
     "weight_route": WEIGHT_ROUTES,

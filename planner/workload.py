@@ -33,6 +33,8 @@ class Workload:
       vocab_size: V.
       own_loss_tokens: tokens whose logits the loss holds at once where that is the model's own
         affair, `math.inf` for all of a microbatch; None: as many as the strategy says.
+      plain_vocabulary: the embedding is a lookup and the loss cross-entropy after a projection, so
+        that a strategy may take both in slices of the vocabulary.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Workload:
     hidden_size: int
     vocab_size: int
     own_loss_tokens: float | None = None
+    plain_vocabulary: bool = False
 
     def __post_init__(self) -> None:
         """Rejects a model without layers."""
@@ -100,4 +103,5 @@ class Workload:
             tied=config.tie_word_embeddings,
             hidden_size=hidden,
             vocab_size=config.vocab_size,
+            plain_vocabulary=not config.scale_embeddings,
         )

@@ -24,11 +24,15 @@ from slidedp_jax.state.starting_state import (
 )
 from slidedp_jax.state.weight_rounding import WeightRounding
 from slidedp_jax.step.layer_functions import LayerFns
-from slidedp_jax.step.pipeline import Pipeline
+from slidedp_jax.step.pipeline import Pipeline, lowest_trained
 from slidedp_jax.step.programs import ComputePrograms
+from slidedp_jax.step.sliced_head import SlicedHead
+from slidedp_jax.step.sliced_head_programs import SlicedHeadPrograms
 from slidedp_jax.tracer import Tracer
+from slidedp_jax.transfer.boundary_store import BoundaryStore
 from slidedp_jax.transfer.device_map import DeviceMap
-from slidedp_jax.transfer.routes import DATA_AXIS, GradientPath, weight_path
+from slidedp_jax.transfer.routes import DATA_AXIS, GradientPath, WeightPath, weight_path
+from slidedp_jax.transfer.vocabulary_slices import SlicePrograms, VocabularySlices
 from slidedp_jax.transfer.weight_window import StreamedWeights
 from slidedp_jax.transfer.wire_programs import WirePrograms
 from slidedp_jax.update.kernel_form import KernelForm
@@ -161,6 +165,7 @@ def _around(
         embed_trained=layouts[0].trained,
         head_trained=layouts[-1].trained,
     )
+    sliced_head = _sliced_head(model, strategy, layouts, on_devices, route, gradients, programs)
     weights = StreamedWeights(
         store,
         fences,
@@ -169,6 +174,7 @@ def _around(
         everywhere=NamedSharding(mesh, PartitionSpec()),
         with_low=strategy.compute_dtype == "float32",
         tracer=tracer,
+        slices=None if sliced_head is None else sliced_head.wire,
     )
     pipeline = Pipeline(
         layouts,
@@ -176,8 +182,11 @@ def _around(
         tied=model.tied,
         indexed=model.indexed,
         programs=programs,
+        boundaries=_boundaries(strategy, layouts, on_devices, tracer),
+        sliced_head=sliced_head,
         prefetch_depth=strategy.prefetch_depth,
         kept_chunks=strategy.kept_chunks,
+        attention_chunks=strategy.attention_chunks,
         sums_beside=gradients.sums_on_devices,
         make_room=gradients.make_room,
         tracer=tracer,
@@ -214,4 +223,56 @@ def _around(
         pipeline=pipeline,
         updates=updates,
         gate=gate,
+    )
+
+
+def _boundaries(
+    strategy: Strategy, layouts: Sequence[ChunkLayout], on_devices: DeviceMap, tracer: Tracer
+) -> BoundaryStore:
+    """Where inputs of chunks wait for backward."""
+    first = max(1, lowest_trained(layouts))
+    last = min(first + strategy.host_boundaries, len(layouts) - 1)
+    return BoundaryStore(
+        on_devices,
+        range(first, last),
+        slot_bytes=strategy.host_boundary_bytes,
+        tracer=tracer,
+    )
+
+
+def _sliced_head(
+    model: StreamedModel,
+    strategy: Strategy,
+    layouts: Sequence[ChunkLayout],
+    on_devices: DeviceMap,
+    route: WeightPath,
+    gradients: GradientPath,
+    programs: ComputePrograms,
+) -> SlicedHead | None:
+    """The head in slices of the vocabulary, where the strategy wants it."""
+    if strategy.vocab_slices == 1:
+        return None
+    assert model.vocabulary is not None
+    head = len(layouts) - 1
+    owner = 0 if model.tied else head
+    slices = VocabularySlices(
+        chunk=owner,
+        layout=layouts[owner],
+        projection=model.vocabulary.projection,
+        num_slices=strategy.vocab_slices,
+    )
+    return SlicedHead(
+        SlicedHeadPrograms(
+            model.vocabulary,
+            model.vocab_size,
+            SlicePrograms(on_devices, slices, route, gradients),
+            on_devices,
+            head_trained=layouts[head].trained if model.tied else slices.other_flags,
+            block_tokens=strategy.loss_chunk_tokens,
+        ),
+        head=head,
+        slice_weights=strategy.slice_head_weights,
+        start=gradients.start,
+        make_room=gradients.make_room,
+        total=programs.total,
     )

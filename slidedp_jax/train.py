@@ -81,7 +81,12 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int, stop: S
     from slidedp_jax.run.arguments import WHOLE_PARAMETER_OPTIMIZERS
     from slidedp_jax.run.batch_size import batch_notes, with_batch_size
     from slidedp_jax.run.changes import data_may_change
-    from slidedp_jax.run.checks import check_attention, load_inputs, setting_notes
+    from slidedp_jax.run.checks import (
+        attention_notes,
+        check_attention,
+        load_inputs,
+        setting_notes,
+    )
     from slidedp_jax.run.disk import disk_of_run
     from slidedp_jax.run.expert_products import changed_products, check_expert_products
     from slidedp_jax.run.folder import BEGINS_ANEW
@@ -114,7 +119,7 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int, stop: S
         strategy, plan_notes = None, ["planned anew for other data: the last bits may change"]
     check_attention(args, inputs)
     check_expert_products(args, inputs.pretrained.config, inputs.source.widths[-1])
-    notes += [*setting_notes(inputs, args), *plan_notes]
+    notes += [*setting_notes(inputs, args), *attention_notes(inputs, args), *plan_notes]
     if args.optim in WHOLE_PARAMETER_OPTIMIZERS:
         notes.append(
             f"{args.optim} updates whole matrices on the host; steps take longer than that"

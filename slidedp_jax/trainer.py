@@ -39,7 +39,7 @@ from slidedp_jax.state.weight_rounding import (
 from slidedp_jax.step.metrics import StepMetrics, loss_sum, mean_loss
 from slidedp_jax.step.passes import Passes
 from slidedp_jax.tracer import Tracer
-from slidedp_jax.transfer.routes import gradients_by_name
+from slidedp_jax.transfer.routes import SentSlices, gradients_by_name
 from slidedp_jax.update.kernel_form import KernelForm, check_form
 from slidedp_jax.update.other_weights import other_weights
 from slidedp_jax.update.state_gate import free
@@ -234,7 +234,7 @@ class Trainer:
         wanted = None if names is None else set(names)
         found: dict[str, np.ndarray] = {}
 
-        def sink(chunk: int, wires: Sequence[jax.Array]) -> None:
+        def sink(chunk: int, wires: Sequence[jax.Array | SentSlices]) -> None:
             gradient = self.passes.send(chunk, wires)
             gradient.wait()
             for name, values in gradients_by_name(self.store.layouts[chunk], gradient).items():

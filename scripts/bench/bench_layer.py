@@ -236,6 +236,8 @@ def time_plain_step(bench: Bench) -> None:
 
     from slidedp_jax.step.pipeline import Pipeline
     from slidedp_jax.tracer import RecordingTracer
+    from slidedp_jax.transfer.boundary_store import BoundaryStore
+    from slidedp_jax.transfer.device_map import DeviceMap
     from slidedp_jax.transfer.weight_window import ResidentWeights
 
     model, depth, tokens = bench.model, bench.args.layers, bench.args.tokens
@@ -253,6 +255,12 @@ def time_plain_step(bench: Bench) -> None:
         [bench.layer_fns] * depth,
         tied=model.tied,
         programs=bench.programs,
+        boundaries=BoundaryStore(
+            DeviceMap(bench.mesh, bench.dtype),
+            range(0),
+            slot_bytes=0,
+            tracer=RecordingTracer(),
+        ),
         prefetch_depth=1,
         make_room=lambda: None,  # nothing leaves
         tracer=RecordingTracer(),

@@ -49,7 +49,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--resident-chunks", type=int, default=0, help="lowest chunks whose state stays on the GPUs"
     )
+    parser.add_argument(
+        "--attention-chunks", type=int, default=0, help="chunks below those that keep attention"
+    )
+    parser.add_argument(
+        "--host-boundaries", type=int, default=0, help="lowest chunks whose inputs wait on the host"
+    )
+    parser.add_argument("--layer-block-tokens", type=int, default=0, help="0: whole rows")
     parser.add_argument("--loss-chunk-tokens", type=int, default=4096)
+    parser.add_argument("--vocab-slices", type=int, default=1, help="of the head, in two passes")
+    parser.add_argument("--slice-head-weights", action="store_true")
     parser.add_argument("--num-devices", type=int)
     parser.add_argument("--num-host-devices", type=int)
     parser.add_argument("--weight-route", default="replicate")
@@ -117,16 +126,27 @@ def planned(args: argparse.Namespace, config: Any, policy: str, tokens: int) -> 
 
 def stated_strategy(args: argparse.Namespace, setup: Any, policy: str) -> Strategy:
     """The strategy of the command line, for steps of the most tokens."""
+    cut = microbatches(args, max(args.tokens), len(setup.devices()[0]))
+    width = step_timing.model_config(args.model, args.layers).hidden_size
+    itemsize = 2 if args.dtype == "bfloat16" else 4
+    boundary = cut["rows_per_microbatch"] * args.seq * width * itemsize
     return Strategy(
         layers_per_chunk=args.layers_per_chunk,
-        **microbatches(args, max(args.tokens), len(setup.devices()[0])),
+        rows_per_microbatch=cut["rows_per_microbatch"],
+        num_microbatches=cut["num_microbatches"],
         weight_route=args.weight_route,
         gradient_route=args.gradient_route,
         update_policy="eager" if policy == "eager" else "deferred",
         prefetch_depth=args.prefetch_depth,
         kept_chunks=args.kept_chunks,
+        attention_chunks=args.attention_chunks,
+        host_boundaries=args.host_boundaries,
+        host_boundary_bytes=boundary if args.host_boundaries else 0,
+        layer_block_tokens=args.layer_block_tokens,
         resident_chunks=args.resident_chunks,
         loss_chunk_tokens=args.loss_chunk_tokens,
+        vocab_slices=args.vocab_slices,
+        slice_head_weights=args.slice_head_weights,
         compute_dtype=args.dtype,
         num_host_devices=setup.num_host_devices,
         block_size=args.block_size,

@@ -96,12 +96,17 @@ class ComputePasses:
         for chunk in range(len(trainer.store.layouts)):
             trees[chunk] = jax.block_until_ready(trainer.weights.take(chunk))
             trainer.weights.release(chunk)
+        slices = {}
+        if (count := trainer.strategy.vocab_slices) > 1:
+            if not trainer.model.tied:
+                trees[-1] = trainer.weights.take_others()
+            slices = {n: jax.block_until_ready(trainer.weights.take_slice(n)) for n in range(count)}
+            trainer.weights.release_slices()
+        weights = ResidentWeights(trees, slices)
         seconds = []
         for _ in range(repeats + 1):
             start = time.perf_counter()
-            outputs = trainer.passes.forward_backward(
-                ResidentWeights(trees), self._prepared, lambda *_: None
-            )
+            outputs = trainer.passes.forward_backward(weights, self._prepared, lambda *_: None)
             jax.block_until_ready((outputs.squares, outputs.losses))
             seconds.append(time.perf_counter() - start)
         return seconds

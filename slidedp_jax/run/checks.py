@@ -279,6 +279,26 @@ def check_attention(args: TrainArguments, inputs: RunInputs) -> None:
             raise UserError(f"for {what}, {error}") from None
 
 
+def attention_notes(inputs: RunInputs, args: TrainArguments) -> list[str]:
+    """Where a GPU runs portable attention, and why: a fused kernel is several times as fast."""
+    if args.attention != "auto" or args.hardware is not None:
+        return []
+    from slidedp_jax.models.attention import device_target, resolve_attention
+    from slidedp_jax.process import current_setup
+
+    target = device_target(current_setup().devices()[0][0])
+    choice = resolve_attention(
+        "auto",
+        target=target,
+        dtype=args.dtype,
+        head_dim=inputs.pretrained.config.head_dim,
+        rows="documents" if args.packing else "whole",
+    )
+    if target.platform != "cuda" or choice.name != "chunked":
+        return []
+    return [f"attention is the portable one, several times slower than cuDNN's: {choice.reason}"]
+
+
 def setting_notes(inputs: RunInputs, args: TrainArguments) -> list[str]:
     """What is allowed and does not do what one might expect."""
     notes = []

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from slidedp_jax.models.streamed import Stage
+from slidedp_jax.planner.chunking import blocks_of_rows
 
 FROZEN = -1
 """Kind of update of parameters that have none."""
@@ -74,6 +75,7 @@ class FlatLayout:
       num_pieces: host devices K over which the flat array is sharded.
       block_groups: group of each block, length padded_size / block_size.
       kind: which of the optimizer's kinds of update the part needs; `FROZEN` for none.
+      by_rows: the pieces hold whole rows of the matrix that comes first.
     """
 
     name: str
@@ -82,6 +84,7 @@ class FlatLayout:
     num_pieces: int
     block_groups: tuple[int, ...]
     kind: int = 0
+    by_rows: bool = False
 
     @property
     def padded_size(self) -> int:
@@ -227,6 +230,7 @@ def lay_out(
     block_size: int,
     num_pieces: int,
     kinds: Mapping[str, int] | None = None,
+    by_rows: str | None = None,
 ) -> ChunkLayout:
     """Lay out the parameters of `stages` as one chunk.
 
@@ -237,6 +241,7 @@ def lay_out(
       block_size: elements per block.
       num_pieces: host devices; flat arrays are padded to whole blocks on each.
       kinds: full parameter name -> kind of update, `FROZEN` for none; None: all of kind 0.
+      by_rows: a matrix that comes first in its part, whose pieces then hold whole rows of it.
     """
     shapes = {
         parameter: tuple(leaf.shape)
@@ -257,6 +262,7 @@ def lay_out(
                 block_size=block_size,
                 num_pieces=num_pieces,
                 kind=kind,
+                by_rows=by_rows if by_rows is not None and kind_of.get(by_rows) == kind else None,
             )
             for number, kind in enumerate(present)
         ),
@@ -273,19 +279,24 @@ def _lay_out_part(
     block_size: int,
     num_pieces: int,
     kind: int,
+    by_rows: str | None,
 ) -> FlatLayout:
     own_groups = {parameter: 0 if kind == FROZEN else groups[parameter] for parameter in shapes}
     offsets: dict[str, int] = {}
     block_groups: list[int] = []
-    for group in sorted(set(own_groups.values())):
+    first_group = None if by_rows is None else own_groups[by_rows]
+    for group in sorted(set(own_groups.values()), key=lambda group: (group != first_group, group)):
         offset = len(block_groups) * block_size
         members = [parameter for parameter in shapes if own_groups[parameter] == group]
-        for parameter in sorted(members, key=lambda name: -_alignment(shapes[name], block_size)):
+        for parameter in sorted(
+            members, key=lambda name: (name != by_rows, -_alignment(shapes[name], block_size))
+        ):
             offsets[parameter] = offset
             offset += math.prod(shapes[parameter])
         blocks = -(-offset // block_size)
         block_groups.extend([group] * (blocks - len(block_groups)))
-    block_groups.extend([block_groups[-1]] * (-len(block_groups) % num_pieces))
+    unit = num_pieces * (1 if by_rows is None else blocks_of_rows(shapes[by_rows][1], block_size))
+    block_groups.extend([block_groups[-1]] * (-len(block_groups) % unit))
     return FlatLayout(
         name=name,
         slots=tuple(
@@ -301,6 +312,7 @@ def _lay_out_part(
         num_pieces=num_pieces,
         block_groups=tuple(block_groups),
         kind=kind,
+        by_rows=by_rows is not None,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from slidedp_jax.errors import UserError
-from slidedp_jax.models.streamed import StreamedModel
+from slidedp_jax.models.streamed import LayerFn, StreamedModel
 from slidedp_jax.planner.chunking import LARGEST_PIECE
 from slidedp_jax.planner.strategy import Strategy
 from slidedp_jax.state.freezing import frozen_names
@@ -51,6 +51,9 @@ def chunks_of(
     Raises:
       UserError: nothing is trained, or a chunk cannot be updated where the strategy wants it.
     """
+    projection = None
+    if strategy.vocab_slices > 1:
+        projection = _check_slices(model, strategy)
 
     def layout(name: str, stages: Sequence[Any]) -> ChunkLayout:
         names = [parameter for stage in stages for parameter in stage.parameter_names()]
@@ -60,23 +63,57 @@ def chunks_of(
             groups,
             block_size=strategy.block_size,
             num_pieces=strategy.num_host_devices,
+            by_rows=projection if projection in names else None,
             kinds={parameter: kinds.get(parameter, FROZEN) for parameter in names},
         )
 
+    fns = _layer_fns(model, strategy)
     layouts = [layout("embed", [model.embed])]
     layer_fns = []
     for first in range(0, len(model.layers), strategy.layers_per_chunk):
         last = min(first + strategy.layers_per_chunk, len(model.layers))
         layouts.append(layout(f"layers.{first}-{last - 1}", model.layers[first:last]))
-        layer_fns.append(tuple(model.layer_fns[first:last]))
+        layer_fns.append(tuple(fns[first:last]))
     layouts.append(layout("head", [model.head]))
     if not any(part.trained_parts for part in layouts):
         raise UserError("the optimizer changes no parameter (set_to_zero for all); train some")
     resident = strategy.resident_chunks
     _check_resident(layouts[:resident], whole)
     _check_pieces(layouts[resident:])
+    _check_no_slices(layouts[:resident], projection)
     layouts[:resident] = [replace(chunk, resident=True) for chunk in layouts[:resident]]
     return layouts, layer_fns
+
+
+def _layer_fns(model: StreamedModel, strategy: Strategy) -> tuple[LayerFn, ...]:
+    if not strategy.layer_block_tokens:
+        return model.layer_fns
+    if model.layer_fns_for is None:
+        raise UserError(
+            f"the strategy runs layers in blocks of {strategy.layer_block_tokens} tokens, which "
+            "those of this model cannot; plan with layer_block_tokens=0"
+        )
+    return model.layer_fns_for(strategy.layer_block_tokens)
+
+
+def _check_slices(model: StreamedModel, strategy: Strategy) -> str:
+    """The projection's name, if the model can be taken in slices."""
+    if model.vocabulary is None:
+        raise UserError(
+            f"the strategy takes the head in {strategy.vocab_slices} slices of the vocabulary, but "
+            "this model's loss is an affair of its own; plan with vocab_slices=1"
+        )
+    return model.vocabulary.projection
+
+
+def _check_no_slices(resident: Sequence[ChunkLayout], projection: str | None) -> None:
+    for layout in resident:
+        if projection in [slot.name for slot in layout.slots]:
+            raise UserError(
+                f"the strategy keeps the state of {len(resident)} chunks on the devices, among "
+                f"them that of {projection}, which it takes in slices of the vocabulary: those are "
+                "sent to the host. Plan with fewer resident_chunks, or vocab_slices=1"
+            )
 
 
 def _check_pieces(layouts: Sequence[ChunkLayout]) -> None:

@@ -90,18 +90,22 @@ def make_state(
 def gradient_regions(
     layouts: Sequence[ChunkLayout], strategy: Strategy, num_devices: int
 ) -> tuple[int, ...]:
-    """Page-locked regions that hold the gradients of one step, bytes each."""
+    """Page-locked regions that hold what a step sends off the devices, bytes each.
+
+    Boundary activations, which have their places for good, then all gradients.
+    """
     by_host = strategy.gradient_route == "host_sum"
     copies, share = (num_devices, 1) if by_host else (1, num_devices)
-    return pool_regions(
-        [
-            part.padded_size * strategy.gradient_bytes / share
-            for layout in reversed(layouts)
-            if not layout.resident
-            for part in layout.trained_parts
-            for _ in range(copies * share)
-        ]
+    requests: list[float] = [strategy.host_boundary_bytes] * (
+        strategy.host_boundaries * strategy.num_microbatches * num_devices
     )
+    for layout in reversed(layouts):
+        if not layout.resident:
+            for part in layout.trained_parts:
+                slices = strategy.vocab_slices if part.by_rows else 1
+                size = part.padded_size * strategy.gradient_bytes / share / slices
+                requests += [size] * (copies * share * slices)
+    return pool_regions(requests)
 
 
 def check_host_devices(strategy: Strategy, num_host_devices: int, num_devices: int) -> None:
@@ -116,6 +120,13 @@ def check_host_devices(strategy: Strategy, num_host_devices: int, num_devices: i
             f"the strategy shards the host state over {count} host devices; this process has "
             f"{num_host_devices}, and the number must be a multiple of its {num_devices} compute "
             "devices. Plan again, or pass num_host_devices to slidedp_jax.configure()"
+        )
+    slices = strategy.vocab_slices
+    if slices > 1 and count % (slices * num_devices):
+        raise UserError(
+            f"the strategy takes the head in {slices} slices of the vocabulary, each {count} / "
+            f"{slices} pieces of the state; that must be a multiple of the {num_devices} compute "
+            "devices. Plan again, with other vocab_slices"
         )
 
 

@@ -45,6 +45,26 @@ def dither_of_parameter(key: jax.Array | None, size: int) -> jax.Array:
     return permuted(begins[:, None] + lanes).reshape(-1)[:size]
 
 
+def dither_of_range(
+    key: jax.Array | None, section: jax.Array, offset: jax.Array, size: int
+) -> jax.Array:
+    """Dithers of consecutive elements of a parameter, the first of them `section * 2**16 + offset`.
+
+    Args:
+      key: `WeightRounding.key` of the parameter, uint32.
+      section: uint32 scalar.
+      offset: uint32 scalar below 2**16.
+      size: elements, below 2**32 - 2**16.
+
+    Returns:
+      uint32 [size], or one for all.
+    """
+    if key is None:
+        return jnp.asarray(NEAREST)
+    element = offset + jax.lax.iota(jnp.uint32, size)
+    return permuted(_begins(key + section + (element >> 16)) + (element & _MASK))
+
+
 def _begins(sections: jax.Array) -> jax.Array:
     """Where sections begin in the table, modulo 2**16, from their numbers plus a key."""
     x = sections * jnp.uint32(SPREAD)

@@ -6,6 +6,7 @@
 | `in_flight.py` | what a step holds on the devices between its programs |
 | `programs.py` | forward, backward, head and generation as programs of the compute devices |
 | `layer_functions.py` | what those are made of: layers in turn, frozen leaves, sums |
+| `sliced_head.py`, `sliced_head_programs.py` | the head in slices of the vocabulary |
 | `kept_programs.py` | chunks that are not recomputed |
 | `batch.py` | a batch of rows to device arrays |
 | `passes.py` | passes without an update: what steps, evaluation and generation are made of |

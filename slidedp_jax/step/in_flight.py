@@ -35,7 +35,6 @@ class LeftByForward:
     """What forward leaves on the devices; backward takes it, chunk by chunk from the top.
 
     Attributes:
-      inputs: per chunk whose inputs are kept, in forward order, x per microbatch.
       kinds: of the layer chunks that run backward.
       trees: weights of layer chunks that stay: the last one's and those of kept chunks.
       residuals: of chunks that keep results, per microbatch what backward need not recompute.
@@ -45,7 +44,6 @@ class LeftByForward:
       derivatives: by chunk, of that loss by those sums.
     """
 
-    inputs: list[list[jax.Array]]
     kinds: dict[int, ChunkKind]
     trees: dict[int, Any]
     residuals: dict[int, list[Any]]

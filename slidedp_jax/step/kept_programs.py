@@ -50,6 +50,9 @@ DECISIONS = frozenset({DECIDED})
 EVERYTHING = frozenset({DECIDED, PRODUCTS, ATTENTION})
 """What a kept chunk keeps."""
 
+ONLY_ATTENTION = frozenset({DECIDED, ATTENTION})
+"""What a chunk keeps that is recomputed but for attention."""
+
 _products = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 
 

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from slidedp_jax.errors import UserError
 from slidedp_jax.models.streamed import Cache, CachedFn, StreamedModel
 from slidedp_jax.planner.strategy import Strategy
 from slidedp_jax.state.layout import ChunkLayout
@@ -16,7 +17,7 @@ from slidedp_jax.step.batch import PreparedBatch, prepare
 from slidedp_jax.step.in_flight import StepOutputs
 from slidedp_jax.step.pipeline import GradientSink, Pipeline
 from slidedp_jax.step.programs import ComputePrograms
-from slidedp_jax.transfer.routes import DATA_AXIS, Gradient, GradientPath
+from slidedp_jax.transfer.routes import DATA_AXIS, Gradient, GradientPath, SentSlices
 from slidedp_jax.transfer.weight_window import StreamedWeights, WeightSource
 from slidedp_jax.update.state_gate import StateGate
 
@@ -65,6 +66,7 @@ class Passes:
         self._gate, self._weights = gate, weights
         self._pipeline, self._programs = pipeline, programs
         self._gradients, self._layouts = gradients, layouts
+        self._boundary_bytes: dict[tuple[int, ...], int] = {}
 
     def prepare(self, batch: Mapping[str, np.ndarray], *, training: bool = False) -> PreparedBatch:
         """Validate a batch and split it into this trainer's microbatches.
@@ -74,7 +76,7 @@ class Passes:
         """
         self._gate.check()
         draws = training and self._model.random
-        return prepare(
+        prepared = prepare(
             batch,
             vocab_size=self._model.vocab_size,
             num_devices=self._num_devices,
@@ -85,6 +87,9 @@ class Passes:
             token_arrays=self._model.token_arrays,
             shifted=self._model.shift_labels,
         )
+        if training and self._strategy.host_boundaries:
+            self._check_boundaries(prepared.microbatches[0])
+        return prepared
 
     def forward_backward(
         self, weights: WeightSource, prepared: PreparedBatch, sink: GradientSink
@@ -100,7 +105,7 @@ class Passes:
         scale: jax.Array = jax.device_put(np.float32(1 / prepared.num_supervised), self._same)
         return scale
 
-    def send(self, chunk: int, wires: Sequence[jax.Array]) -> Gradient:
+    def send(self, chunk: int, wires: Sequence[jax.Array | SentSlices]) -> Gradient:
         """Start the copy of a chunk's gradient to the host."""
         self._gate.check_open()
         return self._gradients.send(wires, self._layouts[chunk])
@@ -160,6 +165,24 @@ class Passes:
         make = jax.jit(init, static_argnums=(0, 1, 2), out_shardings=self._rows)
         dtype = jax.numpy.dtype(self._strategy.compute_dtype)
         return [make(num_rows, capacity, dtype) for _ in self._model.layers]
+
+    def _check_boundaries(self, microbatch: Mapping[str, np.ndarray]) -> None:
+        """Whether what passes between chunks has room in host memory."""
+        dtype = jax.numpy.dtype(self._strategy.compute_dtype)
+        params = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), self._model.embed.shapes
+        )
+        shape = microbatch["input_ids"].shape
+        if shape not in self._boundary_bytes:
+            x = jax.eval_shape(self._model.embed_fn, params, microbatch)
+            self._boundary_bytes[shape] = x.size * x.dtype.itemsize // self._num_devices
+        need, have = self._boundary_bytes[shape], self._strategy.host_boundary_bytes
+        if need > have:
+            raise UserError(
+                f"rows of {shape[1]:,} tokens make boundary activations of {need:,} bytes per "
+                f"device and microbatch, and the strategy has room in host memory for {have:,} "
+                "(host_boundary_bytes): plan with tokens_per_row of the longest rows"
+            )
 
     def _place(self, microbatches: Sequence[Mapping[str, Any]]) -> list[dict[str, jax.Array]]:
         return [jax.device_put(arrays, self._rows) for arrays in microbatches]

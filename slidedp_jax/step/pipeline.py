@@ -19,16 +19,24 @@ import jax
 from slidedp_jax.models.streamed import Cache, CachedFn, LayerOutput
 from slidedp_jax.state.layout import ChunkLayout
 from slidedp_jax.step.in_flight import InFlight, LeftByForward, StepOutputs
-from slidedp_jax.step.kept_programs import DECISIONS, EVERYTHING
+from slidedp_jax.step.kept_programs import DECISIONS, EVERYTHING, ONLY_ATTENTION
 from slidedp_jax.step.layer_functions import ChunkKind, LayerFns
 from slidedp_jax.step.programs import ComputePrograms
+from slidedp_jax.step.sliced_head import SlicedHead
 from slidedp_jax.tracer import Tracer
+from slidedp_jax.transfer.boundary_store import BoundaryStore
+from slidedp_jax.transfer.routes import SentSlices
 from slidedp_jax.transfer.weight_window import WeightSource
 
 DeviceBatch = Mapping[str, jax.Array]
 
-GradientSink = Callable[[int, Sequence[jax.Array]], None]
+GradientSink = Callable[[int, Sequence[jax.Array | SentSlices]], None]
 """Takes a chunk and its gradient as the devices send it (`routes.GradientPath.to_wire`)."""
+
+
+def lowest_trained(layouts: Sequence[ChunkLayout]) -> int:
+    """The lowest chunk of which anything is trained; nothing below runs backward."""
+    return next(number for number, layout in enumerate(layouts) if layout.trained_parts)
 
 
 class Pipeline:
@@ -40,9 +48,12 @@ class Pipeline:
       tied: whether the head reads the embedding's weights.
       indexed: whether layers read their index.
       programs: compiled programs.
+      boundaries: what passes between chunks, from forward to backward.
+      sliced_head: the head in slices of the vocabulary; None: in one pass.
       prefetch_depth: chunks fetched ahead of the one in use.
       kept_chunks: top layer chunks whose weights and intermediate results stay on the device
         between forward and backward.
+      attention_chunks: layer chunks below those of which attention's results stay.
       sums_beside: gradients are summed over the devices while the chunk below computes.
       make_room: waits until one gradient more may be on its way off the devices.
       tracer: takes note of what is issued.
@@ -56,8 +67,11 @@ class Pipeline:
         tied: bool,
         indexed: bool = False,
         programs: ComputePrograms,
+        boundaries: BoundaryStore,
+        sliced_head: SlicedHead | None = None,
         prefetch_depth: int,
         kept_chunks: int = 0,
+        attention_chunks: int = 0,
         sums_beside: bool = False,
         make_room: Callable[[], None],
         tracer: Tracer,
@@ -67,14 +81,20 @@ class Pipeline:
         self._tied = tied
         self._indexed = indexed
         self._programs = programs
+        self._boundaries = boundaries
+        self._sliced_head = sliced_head
+        self._holds_embed = tied and sliced_head is None
         self._depth = prefetch_depth
         self._sums_beside = sums_beside
         self._await_room = make_room
         self._tracer = tracer
         self._head = len(layouts) - 1
-        self._lowest = next(i for i, layout in enumerate(layouts) if layout.trained_parts)
+        self._whole_end = self._head + (1 if sliced_head is None else 0)
+        self._lowest = lowest_trained(layouts)
         self._last_layers = max(1, self._lowest)
         self._kept = range(max(self._last_layers, self._head - kept_chunks), self._head)
+        lowest_kept = max(self._last_layers, self._kept.start - attention_chunks)
+        self._attention_kept = range(lowest_kept, self._kept.start)
         self._embed_reads_values: bool | None = None
         self._layer_indices: dict[int, jax.Array] = {}
 
@@ -102,18 +122,25 @@ class Pipeline:
             left.sums.clear()
             aux, figures = [*aux, of_step.loss], of_step.figures
         squares: list[jax.Array | None] = [None] * len(self._layouts)
-        losses, dxs, sums = self._head_pass(weights, embed, left.inputs.pop(), microbatches, scale)
-        if self._tied:
-            weights.release(0)  # its copy is complete: forward, which is done, has read it
-        del embed
-        head_sums, embed_sums = sums
-        above = self._send_or_keep(self._head, (head_sums,), squares, sink, done=losses)
-        del head_sums, sums
+        xs = self._boundaries.take(self._head)
+        if self._sliced_head is None:
+            losses, dxs, sums = self._head_pass(weights, embed, xs, microbatches, scale)
+            if self._tied:
+                weights.release(0)  # its copy is complete: forward, which is done, has read it
+            del embed
+            head_sums, embed_sums = sums
+            above = self._send_or_keep(self._head, (head_sums,), squares, sink, done=losses)
+            del head_sums, sums
+        else:
+            losses, dxs, above, embed_sums = self._sliced_head_pass(
+                weights, xs, microbatches, scale, squares, sink
+            )
+        del xs
         for chunk in range(self._head - 1, self._last_layers - 1, -1):
             trees = left.trees.pop(chunk, None)
             if trees is None:
                 trees = weights.take(chunk)
-            self._prefetch(weights, self._fetched_below(chunk))
+            self._prefetch_below(weights, chunk)
             self._make_room()
             dxs, chunk_sums, packed = self._chunk_backward(
                 chunk, trees, left, dxs, microbatches, scale, above
@@ -132,13 +159,20 @@ class Pipeline:
             if not above.done:
                 # Nothing but dxs marks the end of this chunk, and the next program takes those.
                 jax.block_until_ready(dxs)
-        if self._lowest == 0:
+        in_slices = self._sliced_head is not None and self._tied
+        if self._lowest == 0 and not in_slices:
             self._make_room()
             embed_sums = self._embed_pass(weights, dxs, microbatches, embed_sums)
         # Beside the embedding's pass, which is short; an update of this chunk may begin now.
         jax.block_until_ready(above.done)
         self._release_after_backward(weights, above.chunk)
-        if self._lowest == 0:
+        if self._lowest == 0 and in_slices:
+            assert self._sliced_head is not None
+            with self._tracer.span("compute", "backward embed"):
+                wires, squares[0] = self._sliced_head.send_table(embed_sums, dxs, microbatches)
+            with self._tracer.span("d2h", f"download {self._layouts[0].name}"):
+                sink(0, wires)
+        elif self._lowest == 0:
             self._send_or_keep(0, (embed_sums,), squares, sink, done=[])
         return StepOutputs(
             losses=[*losses, *aux],
@@ -157,10 +191,15 @@ class Pipeline:
           per microbatch, what that is made of.
         """
         embed, left = self._forward(weights, microbatches, keep_from=self._head)
+        if self._sliced_head is not None:
+            losses = self._sliced_head.losses(
+                weights, self._boundaries.take(self._head), microbatches
+            )
+            return [*losses, *self._programs.totals(left.aux)], list(left.sums.values())
         head = weights.take(self._head)[0]
         losses = [
             self._programs.loss(head, embed, x, batch)
-            for x, batch in zip(left.inputs.pop(), microbatches, strict=True)
+            for x, batch in zip(self._boundaries.take(self._head), microbatches, strict=True)
         ]
         jax.block_until_ready(losses)  # what is released next has been read
         weights.release(self._head)
@@ -189,14 +228,14 @@ class Pipeline:
           Logits of the token after the last one, float32 [B, V].
         """
         embed = weights.take(0)[0]
-        self._prefetch(weights, range(1, self._head + 1))
+        self._prefetch(weights, range(1, self._whole_end))
         x = self._programs.embed(embed, batch)
         if not self._tied:
             embed = None
         stop = 0
         for chunk in range(1, self._head):
             trees = weights.take(chunk)
-            self._prefetch(weights, range(chunk + 1, self._head + 1))
+            self._prefetch(weights, range(chunk + 1, self._whole_end))
             start, stop = stop, stop + len(self._layer_fns[chunk - 1])
             program = self._programs.cached_forward(tuple(layer_fns[start:stop]))
             previous = x
@@ -205,7 +244,7 @@ class Pipeline:
             jax.block_until_ready(previous)  # back-pressure, as in `_forward`
             if chunk > 1 or not self._tied:
                 weights.release(chunk - 1)
-            self._prefetch(weights, range(chunk + 1, self._head + 1))
+            self._prefetch(weights, range(chunk + 1, self._whole_end))
         head = weights.take(self._head)[0]
         logits: jax.Array = self._programs.logits_at(head, embed, x, last)
         jax.block_until_ready(logits)  # what is released next has been read
@@ -225,18 +264,18 @@ class Pipeline:
         self._prefetch(weights, range(1, self._head + 1))
         with self._tracer.span("compute", "embed"):
             xs = [self._programs.embed(embed, batch) for batch in microbatches]
-        if not self._tied:
+        if not self._holds_embed:
             embed = None
-        inputs = [xs] if keep_from <= 1 else []
-        left = LeftByForward(
-            inputs=inputs, kinds={}, trees={}, residuals={}, aux=[], sums={}, derivatives={}
-        )
+        self._boundaries.clear()
+        left = LeftByForward(kinds={}, trees={}, residuals={}, aux=[], sums={}, derivatives={})
         trees = None
         for chunk in range(1, self._head):
             del trees
             trees = weights.take(chunk)
             self._prefetch(weights, range(chunk + 1, self._head + 1))
             previous = xs
+            if keep_from <= chunk:
+                self._boundaries.put(chunk, previous)  # a copy runs beside what comes next
             with self._tracer.span("compute", f"forward {self._layouts[chunk].name}"):
                 if chunk >= self._last_layers:
                     left.kinds[chunk] = self._kind(chunk, trees, previous[0], microbatches)
@@ -245,14 +284,13 @@ class Pipeline:
                 left.residuals.pop(chunk, None)
             elif chunk in self._kept:
                 left.trees[chunk] = trees
-            if keep_from <= chunk + 1:
-                left.inputs.append(xs)
             # Back-pressure: what gave this chunk's inputs is done, and with it the chunk below.
             jax.block_until_ready(previous)
-            if chunk > 1 or not self._tied:  # the head still reads a tied embedding
+            if chunk > 1 or not self._holds_embed:  # the head still reads a tied embedding
                 weights.release(chunk - 1)
             # An update may have been committed meanwhile; its copy can still run beside this chunk.
             self._prefetch(weights, range(chunk + 1, self._head + 1))
+        self._boundaries.put(self._head, xs)
         if keep_from == self._head:
             # No backward will mark the last chunk's end.
             jax.block_until_ready(xs)
@@ -298,6 +336,8 @@ class Pipeline:
         layer_fns = self._layer_fns[chunk - 1]
         gives = self._programs.gives(layer_fns, trees, x, self._of_chunk(chunk, microbatches[0]))
         keeps = DECISIONS if gives.decided else frozenset()
+        if chunk in self._attention_kept:
+            keeps = ONLY_ATTENTION
         return ChunkKind(
             layer_fns=layer_fns,
             widen=len(microbatches) > 1,
@@ -315,7 +355,9 @@ class Pipeline:
 
     def _release_after_backward(self, weights: WeightSource, chunk: int) -> None:
         """Forward has released the kept chunks below the last layer chunk already."""
-        if chunk not in self._kept or chunk == self._head - 1:
+        if chunk == self._head and self._sliced_head is not None:
+            self._sliced_head.release(weights)
+        elif chunk not in self._kept or chunk == self._head - 1:
             weights.release(chunk)
 
     def _head_pass(
@@ -328,7 +370,7 @@ class Pipeline:
     ) -> tuple[list[jax.Array], list[jax.Array], Any]:
         """Losses, gradients by the head's inputs, and sums of (head, embed) gradients."""
         head = weights.take(self._head)[0]
-        self._prefetch(weights, self._fetched_below(self._head - 1))
+        self._prefetch_below(weights, self._head)
         program = self._programs.head_backward(len(microbatches) > 1, self._lowest < self._head)
         self._make_room()
         losses, dxs, sums = [], [], None
@@ -339,6 +381,35 @@ class Pipeline:
                 dxs.append(dx)
         jax.block_until_ready(xs)  # back-pressure: the last layer chunk has run forward
         return losses, dxs, sums
+
+    def _sliced_head_pass(
+        self,
+        weights: WeightSource,
+        xs: list[jax.Array],
+        microbatches: Sequence[DeviceBatch],
+        scale: jax.Array,
+        squares: list[jax.Array | None],
+        sink: GradientSink,
+    ) -> tuple[list[jax.Array], list[jax.Array], InFlight, Any]:
+        """The same in slices, the head on its way, and what a tied table has of its gradient."""
+        assert self._sliced_head is not None
+        with self._tracer.span("compute", "head and loss in slices"):
+            outputs = self._sliced_head.backward(
+                weights,
+                xs,
+                microbatches,
+                scale,
+                needs_dx=self._lowest < self._head,
+                prefetch_below=lambda: self._prefetch_below(weights, self._head),
+            )
+        if outputs.wires is None:
+            above = self._send_or_keep(self._head, outputs.sums, squares, sink, done=outputs.done)
+        else:
+            squares[self._head] = outputs.squares
+            with self._tracer.span("d2h", f"download {self._layouts[self._head].name}"):
+                sink(self._head, outputs.wires)
+            above = InFlight(chunk=self._head, done=outputs.done)
+        return outputs.losses, outputs.dxs, above, outputs.table or None
 
     def _chunk_backward(
         self,
@@ -355,7 +426,8 @@ class Pipeline:
         The last microbatch's program does the latter, so that the devices exchange the gradients of
         the chunk above while they compute, and what it gives marks the end of all.
         """
-        kind, xs, residuals = left.kinds[chunk], left.inputs.pop(), left.residuals.pop(chunk, None)
+        kind, residuals = left.kinds[chunk], left.residuals.pop(chunk, None)
+        xs = self._boundaries.take(chunk)
         out, sums, packed = [], None, None
         with self._tracer.span("compute", f"backward {self._layouts[chunk].name}"):
             for number, (x, dx, batch) in enumerate(zip(xs, dxs, microbatches, strict=True), 1):
@@ -451,8 +523,22 @@ class Pipeline:
         with self._tracer.span("wait", "wait for gradients to leave"):
             self._await_room()
 
+    def _prefetch_below(self, weights: WeightSource, chunk: int) -> None:
+        """Before a chunk's backward: start the copies that shall run beside it.
+
+        The inputs of the chunk below, and the weights that are fetched next; the head's chunk finds
+        those of the last layers on the devices.
+        """
+        if chunk > self._last_layers:
+            self._boundaries.prefetch(chunk - 1)
+        self._prefetch(weights, self._fetched_below(min(chunk, self._head - 1)))
+
     def _prefetch(self, weights: WeightSource, order: Sequence[int]) -> None:
         """Start the next copies, as deep as allowed; stop at the first that would have to wait."""
         for chunk in order[: self._depth]:
-            if not weights.prefetch(chunk):
+            if chunk == self._head and self._sliced_head is not None:
+                started = self._sliced_head.prefetch(weights)
+            else:
+                started = weights.prefetch(chunk)
+            if not started:
                 return

@@ -126,6 +126,11 @@ class ComputePrograms:
         """Sums over chunks of float32 [G], given per chunk and microbatch, per microbatch."""
         return [self._total(of_chunks) for of_chunks in zip(*parts, strict=True)]
 
+    def total(self, parts: tuple[jax.Array, ...]) -> jax.Array:
+        """Sum of float32 [G] arrays."""
+        added: jax.Array = self._total(parts)
+        return added
+
     def loss_of_sums(self, sums: Sequence[Sequence[Any]], scale: jax.Array) -> LossOfStep:
         """The loss over the whole step, of what chunks gave per microbatch.
 

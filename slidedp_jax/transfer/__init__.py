@@ -6,5 +6,7 @@
 | `routes.py` | how weights reach all devices and gradients come back |
 | `device_map.py` | how a function becomes a program of all compute devices |
 | `wire_programs.py` | flat pieces to parameter trees, gradient trees to flat pieces |
+| `vocabulary_slices.py` | the projection in slices: where they lie, unpacked and packed |
+| `boundary_store.py` | what passes between chunks: on the devices or in host memory |
 | `weight_window.py` | weights on the devices: ahead, in use, dropped |
 """

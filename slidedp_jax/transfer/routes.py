@@ -22,8 +22,11 @@ from slidedp_jax.transfer.copies import download, on_host_devices, upload
 
 DATA_AXIS = "data"
 
-FetchedChunk = tuple[tuple[tuple[jax.Array, ...], ...], ...]
-"""Per part of a chunk, what the weight route fetched of `high` and, in fp32 compute, of `low`."""
+FetchedFields = tuple[tuple[jax.Array, ...], ...]
+"""What the weight route fetched of `high` and, in fp32 compute, of `low`."""
+
+FetchedChunk = tuple[FetchedFields, ...]
+"""The same per part of a chunk."""
 
 
 class WeightPath(Protocol):
@@ -119,7 +122,7 @@ class GradientPath:
         self.wire_dtype = wire_dtype
         self._mesh = mesh
         self._host_sharding = host_sharding
-        self._leaving: list[ArrivingGradient] = []
+        self._leaving: list[Leaving | ArrivingGradient] = []
 
     def to_wire(self, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Inside `shard_map`: own gradient [n] -> (what this device sends, its sum of squares [1]).
@@ -147,20 +150,38 @@ class GradientPath:
         received = jax.lax.all_to_all(shares, DATA_AXIS, split_axis=0, concat_axis=0)
         return jnp.sum(received.astype(jnp.float32), axis=0)
 
-    def send(self, wires: Sequence[jax.Array], layout: ChunkLayout) -> Gradient:
+    def start(self, wire: jax.Array) -> Leaving:
+        """Start the copy to the host of a slice of a part's gradient; the rest follows."""
+        leaving = Leaving(pinned=(download(wire),))
+        self._leaving.append(leaving)
+        return leaving
+
+    def send(self, wires: Sequence[jax.Array | SentSlices], layout: ChunkLayout) -> Gradient:
         """Start the copy to the host of what `to_wire` made of each trained part.
 
         Each is [n], or [G * n] over the data axis. Of a resident chunk it stays where it is.
         """
         if layout.resident:
-            return StayingGradient(wires=tuple(wires))
+            return StayingGradient(
+                wires=tuple(wire for wire in wires if not isinstance(wire, SentSlices))
+            )
+        whole = {
+            number: download(wire)
+            for number, wire in enumerate(wires)
+            if not isinstance(wire, SentSlices)
+        }
+        arrays = tuple(
+            wire.arrays if isinstance(wire, SentSlices) else (whole[number],)
+            for number, wire in enumerate(wires)
+        )
         gradient = ArrivingGradient(
-            pinned=tuple(download(wire) for wire in wires),
+            arrays=arrays,
             num_summands=self._mesh.size if self.sums_on_host else 1,
             layouts=layout.trained_parts,
             host_sharding=self._host_sharding,
         )
-        self._leaving.append(gradient)
+        if whole:
+            self._leaving.append(gradient)
         return gradient
 
     def make_room(self) -> None:
@@ -172,6 +193,33 @@ class GradientPath:
         self._leaving = [gradient for gradient in self._leaving if not gradient.has_arrived()]
         while len(self._leaving) >= GRADIENTS_IN_FLIGHT:
             self._leaving.pop(0).wait()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaving:
+    """Arrays on their way off the devices."""
+
+    pinned: tuple[jax.Array, ...]
+
+    def has_arrived(self) -> bool:
+        """Whether the bytes are there."""
+        return all(map(is_ready, self.pinned))
+
+    def wait(self) -> None:
+        """Block until the bytes have arrived."""
+        jax.block_until_ready(self.pinned)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SentSlices:
+    """A part's gradient whose slices have been started by `GradientPath.start`, in their order."""
+
+    slices: tuple[Leaving, ...]
+
+    @property
+    def arrays(self) -> tuple[jax.Array, ...]:
+        """In page-locked memory; they follow one another."""
+        return tuple(array for leaving in self.slices for array in leaving.pinned)
 
 
 class Gradient(Protocol):
@@ -210,12 +258,24 @@ class StayingGradient:
 
 @dataclass(frozen=True, kw_only=True)
 class ArrivingGradient:
-    """A chunk's gradient on its way into pinned host memory, one array per trained part."""
+    """A chunk's gradient on its way into pinned host memory.
 
-    pinned: tuple[jax.Array, ...]
+    Attributes:
+      arrays: per trained part one array, or one per slice.
+      num_summands: arrays of the part's size that each holds per device.
+      layouts: of the trained parts.
+      host_sharding: of the arrays that the update takes.
+    """
+
+    arrays: tuple[tuple[jax.Array, ...], ...]
     num_summands: int
     layouts: tuple[FlatLayout, ...]
     host_sharding: NamedSharding
+
+    @property
+    def pinned(self) -> tuple[jax.Array, ...]:
+        """All arrays."""
+        return tuple(array for part in self.arrays for array in part)
 
     def has_arrived(self) -> bool:
         """Whether the bytes are there."""
@@ -228,24 +288,23 @@ class ArrivingGradient:
     def summands(self) -> list[list[jax.Array]]:
         """Per part, arrays [padded_size] over the host devices that share the gradient's memory."""
         return [
-            self._summands_of(array, layout)
-            for array, layout in zip(self.pinned, self.layouts, strict=True)
+            self._summands_of(arrays, layout)
+            for arrays, layout in zip(self.arrays, self.layouts, strict=True)
         ]
 
-    def _summands_of(self, array: jax.Array, layout: FlatLayout) -> list[jax.Array]:
-        shards = sorted(array.addressable_shards, key=lambda s: s.index[0].start or 0)
-        views = [np.asarray(shard.data) for shard in shards]
+    def _summands_of(self, arrays: Sequence[jax.Array], layout: FlatLayout) -> list[jax.Array]:
         size = layout.piece_size
-        parts = [
-            view[start : start + size] for view in views for start in range(0, len(view), size)
-        ]
-        count = layout.num_pieces
-        return [
-            on_host_devices(
-                parts[n * count : (n + 1) * count], self.host_sharding, layout.padded_size
-            )
-            for n in range(self.num_summands)
-        ]
+        pieces: list[list[np.ndarray]] = [[] for _ in range(self.num_summands)]
+        for array in arrays:
+            shards = sorted(array.addressable_shards, key=lambda s: s.index[0].start or 0)
+            views = [np.asarray(shard.data) for shard in shards]
+            parts = [
+                view[start : start + size] for view in views for start in range(0, len(view), size)
+            ]
+            count = len(parts) // self.num_summands
+            for number, own in enumerate(pieces):
+                own += parts[number * count : (number + 1) * count]
+        return [on_host_devices(own, self.host_sharding, layout.padded_size) for own in pieces]
 
 
 def gradients_by_name(layout: ChunkLayout, gradient: Gradient) -> dict[str, np.ndarray]:

@@ -21,7 +21,8 @@ from slidedp_jax.state.host_store import AnyPartState, HostStore
 from slidedp_jax.state.layout import ChunkLayout
 from slidedp_jax.state.weight_rounding import WeightRounding
 from slidedp_jax.tracer import Tracer
-from slidedp_jax.transfer.routes import FetchedChunk, WeightPath
+from slidedp_jax.transfer.routes import FetchedChunk, FetchedFields, WeightPath
+from slidedp_jax.transfer.vocabulary_slices import SlicePrograms
 from slidedp_jax.transfer.wire_programs import DitherKeys
 
 
@@ -40,6 +41,22 @@ class WeightSource(Protocol):
         """The device is done with what `take` gave: programs that read it have completed."""
         ...
 
+    def prefetch_slice(self, number: int) -> bool:
+        """`prefetch` of a slice of the projection (`transfer.vocabulary_slices`)."""
+        ...
+
+    def take_slice(self, number: int, *, again: bool = False) -> jax.Array:
+        """Rows of the slice [R, D] on every compute device; `again`: they will be taken again."""
+        ...
+
+    def take_others(self) -> Any:
+        """As `take` of the chunk that owns the projection, with None in its place."""
+        ...
+
+    def release_slices(self) -> None:
+        """As `release`, of all that the three functions above gave."""
+        ...
+
 
 class StreamedWeights:
     """Weights of the version that `require` names, from the host state.
@@ -52,6 +69,7 @@ class StreamedWeights:
       everywhere: on all compute devices alike.
       with_low: whether both halves of the masters are fetched (fp32 compute).
       tracer: takes note of copies.
+      slices: how the projection is unpacked in slices, if it is.
     """
 
     def __init__(
@@ -64,6 +82,7 @@ class StreamedWeights:
         everywhere: NamedSharding,
         with_low: bool,
         tracer: Tracer,
+        slices: SlicePrograms | None = None,
     ):
         self._store = store
         self._fences = fences
@@ -73,7 +92,10 @@ class StreamedWeights:
         self._keys: tuple[WeightRounding | None, dict[int, DitherKeys]] = (None, {})
         self._fields = (0, 1) if with_low else (0,)
         self._tracer = tracer
+        self._slices = slices
         self._arriving: dict[int, FetchedChunk] = {}
+        self._arriving_slices: dict[int, FetchedFields] = {}
+        self._open_slices = 0
         self._open: collections.Counter[int] = collections.Counter()
         self._version = 0
         self.bytes_fetched = 0
@@ -81,7 +103,9 @@ class StreamedWeights:
     def require(self, version: int) -> None:
         """From now on fetch only chunks that have reached `version`."""
         self._fences.check()
-        assert not self._arriving, "chunks of the last pass were fetched and never taken"
+        assert not self._arriving and not self._arriving_slices, (
+            "chunks of the last pass were fetched and never taken"
+        )
         self._version = version
 
     def prefetch(self, chunk: int) -> bool:
@@ -108,6 +132,44 @@ class StreamedWeights:
         self._open[chunk] -= 1
         self._fences.end_copy(chunk)
 
+    def prefetch_slice(self, number: int) -> bool:
+        """Start the copy if the version of the chunk is committed; never waits."""
+        if number in self._arriving_slices:
+            return True
+        if not self._fences.is_committed(self._sliced.slices.chunk, self._version):
+            return False
+        self._fetch_slice(number)
+        return True
+
+    def take_slice(self, number: int, *, again: bool = False) -> jax.Array:
+        """Wait for the version if need be, copy if that has not begun, and unpack."""
+        fetched = self._fetched_slice(number)
+        if not again:
+            del self._arriving_slices[number]
+        keys = self._keys_of(self._sliced.slices.chunk)
+        own = None if keys is None else keys[self._sliced.slices.part_number]
+        with self._tracer.span("compute", f"unpack slice {number}"):
+            return self._sliced.rows(number, fetched, own)
+
+    def take_others(self) -> Any:
+        """The shared slices stay for `take_slice`."""
+        slices = self._sliced.slices
+        self._fetched_slice(slices.shared[0] if slices.shared else 0)  # of the right version
+        shared = [self._fetched_slice(number) for number in slices.shared]
+        parts = [
+            self._fetch_part(part)
+            for number, part in enumerate(self._store.chunks[slices.chunk])
+            if number != slices.part_number
+        ]
+        return self._sliced.others(shared, parts, self._keys_of(slices.chunk))
+
+    def release_slices(self) -> None:
+        """End all copies of slices."""
+        self._arriving_slices.clear()
+        while self._open_slices:
+            self._open_slices -= 1
+            self.release(self._sliced.slices.chunk)
+
     def abandon(self) -> None:
         """End a pass that failed and that changes nothing, so that others can go on.
 
@@ -116,8 +178,10 @@ class StreamedWeights:
         """
         try:
             with contextlib.suppress(RuntimeError, ValueError):  # copies that failed themselves
-                jax.block_until_ready(list(self._arriving.values()))
+                jax.block_until_ready([*self._arriving.values(), *self._arriving_slices.values()])
             self._arriving.clear()
+            self._arriving_slices.clear()
+            self._open_slices = 0
             for chunk in +self._open:
                 while self._open[chunk]:
                     self.release(chunk)
@@ -147,28 +211,56 @@ class StreamedWeights:
         self._open[chunk] += 1
         with self._tracer.span("h2d", f"upload {self._store.layouts[chunk].name}"):
             self._arriving[chunk] = tuple(
-                tuple(self._fetch_field(part, field) for field in self._fields)
-                for part in self._store.chunks[chunk]
+                self._fetch_part(part) for part in self._store.chunks[chunk]
             )
-        if self._store.layouts[chunk].resident:
-            return
+
+    def _fetch_part(self, part: AnyPartState) -> FetchedFields:
+        if isinstance(part, DevicePartState):
+            return tuple((part.arrays[field],) for field in self._fields)
+        return self._counted(tuple(self._path.fetch(part.views[field]) for field in self._fields))
+
+    def _fetched_slice(self, number: int) -> FetchedFields:
+        """On its way, which it stays."""
+        if number not in self._arriving_slices:
+            chunk = self._sliced.slices.chunk
+            with self._tracer.span("wait", f"wait for {self._store.layouts[chunk].name}"):
+                self._fences.wait_committed(chunk, self._version)
+            self._fetch_slice(number)
+        return self._arriving_slices[number]
+
+    def _fetch_slice(self, number: int) -> None:
+        slices = self._sliced.slices
+        self._fences.begin_copy(slices.chunk)
+        self._open[slices.chunk] += 1
+        self._open_slices += 1
+        part = self._store.chunks[slices.chunk][slices.part_number]
+        assert not isinstance(part, DevicePartState), "the strategy refuses it"
+        own = slice(number * slices.pieces, (number + 1) * slices.pieces)
+        name = self._store.layouts[slices.chunk].name
+        with self._tracer.span("h2d", f"upload {name} slice {number}"):
+            self._arriving_slices[number] = self._counted(
+                tuple(self._path.fetch(part.views[field][own]) for field in self._fields)
+            )
+
+    def _counted(self, fetched: FetchedFields) -> FetchedFields:
         self.bytes_fetched += sum(
             shard.data.nbytes
-            for array in jax.tree.leaves(self._arriving[chunk])
+            for array in jax.tree.leaves(fetched)
             for shard in array.addressable_shards
         )
+        return fetched
 
-    def _fetch_field(self, part: AnyPartState, field: int) -> tuple[jax.Array, ...]:
-        if isinstance(part, DevicePartState):
-            return (part.arrays[field],)
-        return self._path.fetch(part.views[field])
+    @property
+    def _sliced(self) -> SlicePrograms:
+        assert self._slices is not None
+        return self._slices
 
 
 class ResidentWeights:
     """Weights that stay on the devices, for measuring what streaming costs."""
 
-    def __init__(self, trees: dict[int, Any]):
-        self._trees = trees
+    def __init__(self, trees: dict[int, Any], slices: dict[int, jax.Array] | None = None):
+        self._trees, self._slices = trees, slices or {}
 
     def prefetch(self, chunk: int) -> bool:
         """Everything is there."""
@@ -179,4 +271,19 @@ class ResidentWeights:
         return self._trees[chunk]
 
     def release(self, chunk: int) -> None:
+        """Nothing is freed."""
+
+    def prefetch_slice(self, number: int) -> bool:
+        """Everything is there."""
+        return True
+
+    def take_slice(self, number: int, *, again: bool = False) -> jax.Array:
+        """The resident rows."""
+        return self._slices[number]
+
+    def take_others(self) -> Any:
+        """The trees under the number of no chunk, -1."""
+        return self._trees[-1]
+
+    def release_slices(self) -> None:
         """Nothing is freed."""

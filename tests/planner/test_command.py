@@ -122,24 +122,24 @@ def test_where_no_optimizer_helps_its_need_is_said(capsys):
 
 def test_fewer_rows_that_fit_the_devices_are_named(capsys):
     job = ["--preset", "qwen3-8b", "--hardware", "rtx4090", "--host_memory_gib", "500"]
-    assert main([*job, "--tokens_per_step", "131072"]) == 1
+    assert main([*job, "--tokens_per_step", "1048576"]) == 1
     error = capsys.readouterr().err
-    plan = planned(capsys, *job, "--tokens_per_step", str(16 * 4096))
+    plan = planned(capsys, *job, "--tokens_per_step", str(64 * 4096))
     need = plan["chosen"]["memory"]["device_bytes"] / 2**30
-    line = "- a step of 16 rows of 4,096 tokens (--tokens_per_step 65536) fits: "
+    line = "- a step of 64 rows of 4,096 tokens (--tokens_per_step 262144) fits: "
     assert line in error and f", {need:.2f} GiB of each device, " in error
-    assert main([*job, "--tokens_per_step", "131072", "--device_memory_gib", "9"]) == 1
+    assert main([*job, "--tokens_per_step", "131072", "--device_memory_gib", "6"]) == 1
     line = "- a step of 1 row of 4,096 tokens (--tokens_per_step 4096) still needs "
     assert line in capsys.readouterr().err
 
 
 def test_fewer_rows_that_fit_the_host_are_named(capsys):
     job = ["--preset", "qwen3-8b", "--hardware", "rtx4090"]
-    assert main([*job, "--tokens_per_step", "32768"]) == 1
+    assert main([*job, "--tokens_per_step", "65536"]) == 1
     error = capsys.readouterr().err
-    plan = planned(capsys, *job, "--tokens_per_step", "16384")
+    plan = planned(capsys, *job, "--tokens_per_step", "32768")
     need = plan["chosen"]["memory"]["host_bytes"] / 2**30
-    line = "- a step of 4 rows of 4,096 tokens (--tokens_per_step 16384) fits: "
+    line = "- a step of 8 rows of 4,096 tokens (--tokens_per_step 32768) fits: "
     assert f"{line}{need:.2f} GiB of host memory, " in error
     assert f", {plan['chosen']['time']['tokens_per_s']:,.0f} tokens/s.\n" in error
 

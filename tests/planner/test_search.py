@@ -116,14 +116,14 @@ def test_a_tight_device_changes_the_strategy_and_lists_what_was_given_up():
     hardware = named_hardware("h200")
     roomy = plan(QWEN3_4B, BATCH, hardware)
     assert roomy.rejected == ()
-    tight = plan(QWEN3_4B, BATCH, hardware, device_budget_bytes=16 * GIB)
-    assert tight.chosen.memory.device_bytes <= 16 * GIB
+    tight = plan(QWEN3_4B, BATCH, hardware, device_budget_bytes=8 * GIB)
+    assert tight.chosen.memory.device_bytes <= 8 * GIB
     assert tight.chosen.time.step_s > roomy.chosen.time.step_s
     assert tight.rejected
     for rejected in tight.rejected:
         assert rejected.lower_bound_s < tight.chosen.time.step_s
         assert rejected.limits[0].name == "device memory"
-        assert rejected.limits[0].need_bytes > 16 * GIB
+        assert rejected.limits[0].need_bytes > 8 * GIB
     times = [other.time.step_s for other in tight.runners_up]
     assert times == sorted(times)
     assert tight.chosen.time.step_s <= 1.01 * times[0]
@@ -251,7 +251,7 @@ def test_state_on_the_devices_ends_the_wait_for_the_host_update():
         other.time.step_s <= on_host.chosen.time.step_s for other in resident.runners_up
     )
     # No room.
-    tight = plan(QWEN3_4B, batch, hardware, resident_state=True, device_budget_bytes=16 * GIB)
+    tight = plan(QWEN3_4B, batch, hardware, resident_state=True, device_budget_bytes=9 * GIB)
     assert tight.strategy.resident_chunks == 0
     two = plan(QWEN3_4B, batch, hardware.with_devices(2), resident_state=True)
     assert two.strategy.gradient_route == "reduce_scatter" and two.strategy.resident_chunks > 0

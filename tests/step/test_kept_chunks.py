@@ -14,7 +14,7 @@ from streamed_training import small_config, strategy, train, trainer
 
 from slidedp_jax.models import decoder
 from slidedp_jax.models.attention import attend
-from slidedp_jax.step.kept_programs import EVERYTHING, KeptPrograms
+from slidedp_jax.step.kept_programs import EVERYTHING, ONLY_ATTENTION, KeptPrograms
 from slidedp_jax.step.layer_functions import ChunkKind
 
 OPTIMIZER = optax.adamw(1e-3, eps=1e-5, weight_decay=0.1)
@@ -53,12 +53,17 @@ def run(*, tied=False, num_devices=1, frozen=(), policy="deferred", **changes):
             marks=pytest.mark.thorough,
         ),
         pytest.param({"frozen": ("*_proj.weight",)}, marks=pytest.mark.thorough),
+        {"attention_chunks": 2},
+        pytest.param(
+            {"attention_chunks": LAYERS, "layers_per_chunk": 3, "num_devices": 2, "tied": True},
+            marks=pytest.mark.thorough,
+        ),
     ],
     ids=lambda case: "_".join(map(str, case)),
 )
 def test_keeping_results_trains_the_same(case):
     """Only the order in which XLA fuses element-wise programs may differ: a few last bits."""
-    recomputed = run(**case)
+    recomputed = run(**{**case, "attention_chunks": 0})
     for kept_chunks in (1, LAYERS) if "tied" in case else (LAYERS + 3,):
         kept = run(kept_chunks=kept_chunks, **case)
         np.testing.assert_allclose(kept.losses, recomputed.losses, rtol=1e-6)
@@ -86,10 +91,12 @@ def test_a_kept_chunk_holds_the_products_in_the_compute_dtype_and_no_weight_twic
     _, kept = jax.eval_shape(lambda *args: programs(config)._forward(*args), trees, x, batch)
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
-    # q, k, v, the output projection, gate and up; the down projection's result nobody needs.
-    widths = [queries, keys, keys, config.hidden_size, config.intermediate_size]
-    wide = [leaf for leaf in kept if leaf.size >= x.shape[0] * x.shape[1] * min(widths)]
-    assert sorted(leaf.shape[-1] for leaf in wide) == sorted([*widths, config.intermediate_size])
+    # q, k, v, what was attended to, the output projection, gate and up; the down projection's
+    # result nobody needs.
+    widths = [queries, queries, keys, keys, config.hidden_size, *[config.intermediate_size] * 2]
+    tokens = x.shape[0] * x.shape[1]
+    wide = [leaf for leaf in kept if leaf.size >= tokens * min(widths)]
+    assert sorted(leaf.size for leaf in wide) == sorted(tokens * width for width in widths)
     assert {leaf.dtype for leaf in wide} == {jnp.dtype(jnp.bfloat16)}
     narrow = sum(leaf.size for leaf in kept) - sum(leaf.size for leaf in wide)
     assert narrow < x.shape[0] * x.shape[1] * 8
@@ -153,6 +160,31 @@ def whole_cudnn(q, k, v):
     return attend(q, k, v, {}, window=None, implementation="cudnn")
 
 
+def test_a_chunk_that_keeps_attention_repeats_all_but_that():
+    """The portable attention is one loop forward and one backward."""
+    x, batch, trees = layer_inputs(small_config(layers=1))
+
+    def loops(keeps):
+        kept_programs = programs(small_config(layers=1), keeps)
+
+        def both_ways(trees, x, batch):
+            _, kept = kept_programs._forward(trees, x, batch)
+            return kept, kept_programs._backward(trees, x, kept, x, batch, None)
+
+        jaxpr, (kept, _) = jax.make_jaxpr(both_ways, return_shape=True)(trees, x, batch)
+        names = [equation.primitive.name for equation in equations(jaxpr.jaxpr)]
+        return names.count("scan"), sum(leaf.size for leaf in kept)
+
+    config = small_config(layers=1)
+    tokens = x.shape[0] * x.shape[1]
+    heads = config.num_attention_heads
+    (again, constants), (once, elements) = loops(frozenset()), loops(ONLY_ATTENTION)
+    assert (again, once) == (3, 2)
+    assert constants < tokens  # a few numbers
+    assert 0 <= elements - tokens * heads * (config.head_dim + 1) < tokens
+
+
+@pytest.mark.parametrize("keeps", [EVERYTHING, ONLY_ATTENTION], ids=["everything", "attention"])
 @pytest.mark.parametrize(
     ("attention", "times"),
     [
@@ -163,12 +195,12 @@ def whole_cudnn(q, k, v):
     ],
     ids=["stand_in", "of_another_name", "packed_cudnn", "whole_cudnn"],
 )
-def test_fused_attention_runs_once_in_a_kept_chunk(attention, times, traced_cudnn):
+def test_fused_attention_runs_once_in_a_kept_chunk(attention, times, keeps, traced_cudnn):
     def layer(weights, x, batch):
         q, k, v = ((x @ weight).reshape(*x.shape[:2], 4, 64) for weight in weights[:3])
         return x + attention(q, k, v).reshape(x.shape) @ weights[3]
 
-    kind = ChunkKind(layer_fns=(layer,), widen=False, keeps=EVERYTHING)
+    kind = ChunkKind(layer_fns=(layer,), widen=False, keeps=keeps)
     kept_programs = KeptPrograms(lambda *_, **__: None, kind)
 
     def both_ways(trees, x, dy):
@@ -194,9 +226,9 @@ def equations(jaxpr):
                 yield from equations(inner)
 
 
-def programs(config):
+def programs(config, keeps=EVERYTHING):
     layer = decoder.build(config).layer_fns[0]
-    kind = ChunkKind(layer_fns=(layer,), widen=False, keeps=EVERYTHING)
+    kind = ChunkKind(layer_fns=(layer,), widen=False, keeps=keeps)
     return KeptPrograms(lambda *_, **__: None, kind)
 
 
