@@ -151,10 +151,10 @@ def _once(make, key_of):
 
     @functools.wraps(make)
     def make_once(*given, **named):
-        values = (*given, *named.values())
-        if any(isinstance(value, jax.core.Tracer) for value in values):  # as inject_hyperparams
-            return make(*given, **named)
-        functions = [x for x in values if callable(x)]
+        arguments = (*given, *named.values())
+        if any(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(arguments)):
+            return make(*given, **named)  # of a trace, or whose text does not tell all values
+        functions = [x for x in arguments if callable(x)]
         key = repr(key_of(*given, **named)), *map(id, functions)
         if key not in made:
             made[key] = make(*given, **named), functions
