@@ -1,8 +1,8 @@
 """Check a mixture of experts on the devices at hand: streamed steps against plain optax in memory.
 
     python scripts/check/check_experts.py                     # on the GPUs, a minute
-    python scripts/check/check_experts.py --platform cpu --num-devices 2 --tokens 64 \\
-        --forms portable
+    python scripts/check/check_experts.py --platform cpu --num-devices 2 --tokens 64
+                                             --forms portable   # here
 
 A small model with dense layers among sparse ones and a shared expert, its router losses on. In
 float32 three streamed steps (chunks kept, recomputed and resident) must be those of `jax.grad` of
