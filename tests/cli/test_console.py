@@ -177,7 +177,16 @@ def test_every_category_and_phase_of_a_plan_has_words():
                 work, layers=tuple(replace(x, decided_elements=deciding) for x in work.layers)
             )
             batch = BatchShape(num_rows=8, seq_length=4096, documents_per_row=documents)
-            for resident, kept in itertools.product((0, 4), (0, 20, 36)):
+            rare = {
+                "attention_chunks": 8,
+                "host_boundaries": 12,
+                "host_boundary_bytes": 1 << 24,
+                "vocab_slices": 2,
+            }
+            for resident, kept, more in (
+                *itertools.product((0, 4), (0, 20, 36), ({},)),
+                (0, 20, rare),
+            ):
                 strategy = Strategy(
                     layers_per_chunk=1,
                     rows_per_microbatch=1,
@@ -187,6 +196,7 @@ def test_every_category_and_phase_of_a_plan_has_words():
                     gradient_route="reduce_scatter",
                     resident_chunks=resident,
                     kept_chunks=kept,
+                    **more,
                 )
                 use = memory_use(work, batch, strategy, hardware)
                 chunks = chunk_stages(work, 1, strategy.block_size, 8)
