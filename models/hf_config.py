@@ -239,6 +239,7 @@ def _layer_windows(raw: Mapping[str, Any], family: str) -> tuple[int | None, ...
         window = raw.get("sliding_window", _MISTRAL_WINDOW if family == "mistral" else None)
         if family == "qwen3_moe" and not raw.get("use_sliding_window", False):
             window = None
+        _check_window(window)
         kind = "full_attention" if window is None else "sliding_attention"
         if kinds is not None and set(kinds) != {kind}:
             raise ValueError(
@@ -252,6 +253,7 @@ def _layer_windows(raw: Mapping[str, Any], family: str) -> tuple[int | None, ...
         window = raw.get("sliding_window")
         if window is None:
             raise ValueError("config.json sets use_sliding_window but no sliding_window.")
+    _check_window(window)
     if kinds is None:
         if family == "qwen2_moe" and window is not None:
             raise ValueError(
@@ -272,6 +274,14 @@ def _layer_windows(raw: Mapping[str, Any], family: str) -> tuple[int | None, ...
             f"{num_layers} layers; supported kinds: full_attention, sliding_attention."
         )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _check_window(window: int | None) -> None:
+    if window is not None and window < 1:
+        raise ValueError(
+            f"config.json has sliding_window {window}; a window has at least one token. For none, "
+            "set use_sliding_window to false, in a Mistral or Mixtral sliding_window to null."
+        )
 
 
 def _hidden_act(raw: Mapping[str, Any], family: str) -> str:

@@ -178,6 +178,7 @@ class TrainArguments:
         [],
     )
     eval_steps: int | None = _setting("output", "steps between evaluations; null: at the end", None)
+    eval_at_start: bool = _setting("output", "the held-out loss before the first step, too", False)
     logging_steps: int = _setting("output", "steps between console lines", 1)
     disable_tqdm: bool = _setting("output", "no bar on a terminal", False)
     verbose: bool = _setting("output", "print the whole plan and the data's report first", False)

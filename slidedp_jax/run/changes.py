@@ -50,6 +50,7 @@ MAY_CHANGE = frozenset(
         "save_best",
         "stop_within",
         "eval_steps",
+        "eval_at_start",
         "validation_file",
         "logging_steps",
         "disable_tqdm",

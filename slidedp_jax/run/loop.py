@@ -89,6 +89,8 @@ class Run:
 
     def run(self, resumed: Resumption | None) -> int:
         """Load, train, save, export, report."""
+        if resumed is not None and self._inputs.first_step >= self._inputs.num_steps:
+            print("all steps are done; reading the checkpoint for what may be left", flush=True)
         with self._trainer(load=resumed is None) as trainer:
             return self._run(trainer, resumed)
 
@@ -235,12 +237,14 @@ class Run:
     def _evaluation_due(self, step: int, num_steps: int) -> bool:
         if self._inputs.evaluation is None:
             return False
+        if step == 0:
+            return self._args.eval_at_start
         every = self._args.eval_steps
         return step == num_steps or (every is not None and step % every == 0)
 
     def _evaluate_what_was_missed(self, trainer: Trainer, step: int) -> None:
-        """After a signal, a kill, or with rows that were not measured before the run was over."""
-        if not (step and self._evaluation_due(step, self._inputs.num_steps)):
+        """Before the first step; after a signal, a kill, or with rows not measured so far."""
+        if not self._evaluation_due(step, self._inputs.num_steps):
             return
         if has_evaluation(self._folder.metrics, step, self._held_out_rows()):
             return

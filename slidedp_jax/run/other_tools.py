@@ -68,6 +68,7 @@ _CALLED: _Table = (
     ("save_total_limit", "keep_last_n_checkpoints keep_n_checkpoints max_checkpoints"),
     ("save_steps", "checkpoint_interval save_interval checkpoint_every save_every"),
     ("eval_steps", "eval_interval eval_every"),
+    ("eval_at_start", "eval_on_start"),
     ("logging_steps", "log_every_n_steps log_interval"),
     ("num_devices", "n_gpu n_gpus num_gpus num_processes nproc_per_node world_size"),
     ("devices", "gpu_ids cuda_visible_devices visible_devices"),
@@ -184,7 +185,7 @@ _ANSWERS: _Table = (
         "saving and evaluation go by steps: `save_steps` (null: only the end, with "
         "`save_at_end`), `eval_steps` (null: at the end)",
         "save_strategy eval_strategy evaluation_strategy logging_strategy saves_per_epoch "
-        "evals_per_epoch eval_delay eval_on_start logging_first_step do_eval checkpointing_steps "
+        "evals_per_epoch eval_delay logging_first_step do_eval checkpointing_steps "
         "save_every_epoch",
     ),
     (

@@ -354,3 +354,8 @@ def test_an_unused_parameter_of_a_module_keeps_its_value():
     np.testing.assert_array_equal(model.forgotten[...], jnp.full(3, 7.0))
     with pytest.raises(UserError, match="own forward pass reads forgotten"):
         adapted.check(lambda m, b: whole_loss(m, b) + 0 * b["labels"].sum() + m.forgotten[0] - 7)
+
+
+def test_an_adapted_model_prints_in_a_line():
+    text = repr(adapt())
+    assert text.startswith("Adapted(<StreamedModel: ") and "\n" not in text

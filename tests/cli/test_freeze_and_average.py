@@ -59,13 +59,16 @@ def test_a_pattern_that_fits_nothing_is_refused_before_anything_else(inputs, tmp
 def test_the_moving_average_is_planned_saved_and_exported(inputs, tmp_path, capsys, monkeypatch):
     out = tmp_path / "run"
     settings = {"max_steps": 3, "export": True, "export_dtype": "float32"}
-    inputs.train(out, **settings, ema_decay=0.5, freeze=FROZEN)
+    inputs.train(out, **settings, ema_decay=0.5, freeze=FROZEN, weight_decay=0.5)
     assert "export_ema" in capsys.readouterr().out
     weights, averages = (
         load_file(out / name / "model.safetensors") for name in ("export", "export_ema")
     )
+    before = load_file(inputs.model / "model.safetensors")
     for name, values in averages.items():
         assert np.array_equal(values, weights[name]) == is_frozen(name), name
+        if is_frozen(name):
+            assert values.tobytes() == np.asarray(before[name], np.float32).tobytes(), name
     plan = json.loads((out / "run.json").read_text())["plan"]["chosen"]
     host = plan["memory"]["host"]
     trained = sum(values.size for name, values in weights.items() if not is_frozen(name))

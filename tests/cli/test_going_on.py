@@ -93,15 +93,15 @@ def test_a_missing_run_json_keeps_the_date(inputs, going_on, later):
 def test_moved_folders_and_other_spellings_are_the_same(inputs, going_on, capsys, monkeypatch):
     out, settings = going_on
     elsewhere = out.parent / "elsewhere"
-    shutil.copytree(inputs.model, elsewhere / "a model")
+    shutil.copytree(inputs.model, elsewhere / "a 'mödel\"")
     shutil.copy(inputs.rows, elsewhere / "renamed.jsonl")
     shutil.copy(settings["chat_template_path"], elsewhere / "t.jinja")
     monkeypatch.chdir(elsewhere)
-    moved = {"model_name_or_path": "./a model", "train_file": "../elsewhere/renamed.jsonl"}
+    moved = {"model_name_or_path": "./a 'mödel\"", "train_file": "../elsewhere/renamed.jsonl"}
     inputs.train(out, max_steps=3, **settings | moved | {"chat_template_path": "t.jinja"})
     assert "at step 2" in capsys.readouterr().out and len(losses(out)) == 3
     arguments = json.loads((out / "run.json").read_text())["arguments"]
-    assert arguments["model_name_or_path"] == "./a model"
+    assert arguments["model_name_or_path"] == "./a 'mödel\""
 
 
 def test_other_content_is_refused(inputs, going_on, capsys):
@@ -312,6 +312,7 @@ def test_logs_are_json_that_every_parser_takes(tmp_path):
     assert path.stat().st_ino == inode  # nothing to drop, nothing written
     drop_after(path, 0)
     assert path.read_text() == ""
+    assert path.stat().st_ino != inode  # replaced whole, never cut in place
 
 
 def test_a_skipped_step_is_logged_as_json(inputs, tmp_path, monkeypatch):

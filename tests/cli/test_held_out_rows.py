@@ -85,3 +85,9 @@ def test_a_kernel_that_only_some_of_a_run_can_have_is_refused_before_it(
         assert main(inputs.command(tmp_path / "out", **settings | more)) == 1
         error = capsys.readouterr().err
         assert f"{what}, attention 'cudnn' cannot run: packed rows need" in error
+
+
+def test_the_loss_before_the_first_step(inputs, tmp_path):
+    settings = {"validation_file": inputs.rows, "eval_at_start": True, "max_steps": 1}
+    inputs.train(tmp_path / "out", **settings, save_at_end=False)
+    assert [record["step"] for record in evaluations(tmp_path / "out")] == [0, 1]

@@ -176,3 +176,24 @@ def test_tokens_inside_spans(begins, edges):
     pairs = list(zip(edges[::2], edges[1::2], strict=True))
     expected = [any(a <= begin < b for a, b in pairs) for begin in sorted(begins)]
     assert begin_inside(np.array(sorted(begins), np.int64), pairs).tolist() == expected
+
+
+class Looked(str):
+    """Counts how often it is looked into."""
+
+    looks = 0
+
+    def __getitem__(self, place):
+        Looked.looks += 1
+        return str.__getitem__(self, place)
+
+    def __iter__(self):
+        Looked.looks += len(self)
+        return str.__iter__(self)
+
+
+def test_long_texts_are_not_compared_by_character():
+    long, Looked.looks = "a" * 100_000, 0
+    assert spans._common_start(Looked(long + "b"), Looked(long + "c")) == len(long)
+    assert spans._common_end(Looked("b" + long), Looked("c" + long)) == len(long)
+    assert Looked.looks < 200

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 
 import pytest
 import tokenizers
@@ -157,3 +158,16 @@ def test_half_of_a_surrogate_pair_anywhere_in_a_conversation_is_a_bad_row(load, 
     path.write_text(json.dumps({"messages": [said]}))
     with pytest.raises(RowError, match=r"rows\.jsonl:1: the conversation holds half of a surrog"):
         load_examples([path], load_tokenizer(tokenizer_folder), ExampleSettings(max_seq_length=99))
+
+
+def test_a_tokenizer_that_composes_characters(load, tokenizer_folder):
+    """Offsets are those of the text as it was written."""
+    path = str(tokenizer_folder / "tokenizer.json")
+    backend = tokenizers.Tokenizer.from_file(path)
+    backend.normalizer = tokenizers.normalizers.NFC()
+    backend.save(path)
+    words = "e\u0301 \u1112\u1161\u11ab \U0001f468\u200d\U0001f469 a"
+    turns = [{"role": role, "content": words} for role in ("user", "assistant")] * 2
+    examples, _ = load([{"messages": turns}])
+    said = unicodedata.normalize("NFC", words) + "<|im_end|>"
+    assert learnt_text(examples, load_tokenizer(tokenizer_folder), 0) == f"{said}|{said}"

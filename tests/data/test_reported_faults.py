@@ -135,3 +135,9 @@ def test_calls_that_the_template_does_not_know(seen, write_rows):
         "the tool calls of 1 of 1 assistant messages do not occur in what the chat template "
         "prints; the model does not learn them"
     ]
+
+
+def test_an_answer_that_was_said_before_word_for_word(seen, write_rows):
+    turns = [{"role": role, "content": "Python"} for role in ("user", "assistant")] * 2
+    once = "<|im_start|>user\nPython<|im_end|>\n<|im_start|>assistant\n⟦Python<|im_end|>⟧\n"
+    assert seen(write_rows([{"messages": turns}]), TOOLS) == ([once * 2], [])

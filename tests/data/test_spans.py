@@ -218,3 +218,8 @@ def test_markers_that_do_not_match_the_turns_cannot_leave_turns_out():
     assert learnt(chat("q", "a", "q", "b"), source) == ["qaqb"]
     with pytest.raises(RowError, match=r"2 assistant messages.* enclose 1 spans"):
         learnt(chat("q", "a", "q", "b", train=(False, False, False, True)), source)
+
+
+@pytest.mark.parametrize("source", [INSTRUCTION, SYSTEM_IN_PROMPTS_ONLY])
+def test_contents_that_the_template_trims(source):
+    assert learnt(chat("q", " a \n", "q", "\nb  "), source) == [" a</s>", " b</s>"]

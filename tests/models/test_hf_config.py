@@ -210,6 +210,11 @@ def test_rope_kinds_and_their_defaults(rope, expected):
         (QWEN2 | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         (QWEN2 | {"use_sliding_window": True}, "no sliding_window"),
         (
+            QWEN2 | {"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 1},
+            "config.json has sliding_window 0; .* use_sliding_window to false",
+        ),
+        (MISTRAL | {"sliding_window": 0}, "config.json has sliding_window 0"),
+        (
             QWEN2 | {"use_sliding_window": True, "sliding_window": 8},
             "neither layer_types nor max_window_layers",
         ),

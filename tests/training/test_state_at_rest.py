@@ -528,3 +528,12 @@ def test_pieces_that_the_update_cannot_count_are_refused():
     with pytest.raises(UserError, match=r"at most 2,147,483,647; use fewer layers_per_chunk"):
         chunks_of(model, strategy(num_host_devices=1), **kinds)
     chunks_of(model, strategy(num_host_devices=3), **kinds)
+
+
+def test_another_vocabulary_is_named_before_shapes_are_blamed_on_the_optimizer(saved):
+    other = dataclasses.replace(small_config(), vocab_size=98)
+    with (
+        trainer(other, optax.adamw(1e-2), strategy()) as it,
+        pytest.raises(UserError, match="another model configuration: vocab_size was 97, now 98"),
+    ):
+        it.restore(saved)
