@@ -68,7 +68,13 @@ def rope_of_kind(raw: Mapping[str, Any], kind: str) -> dict[str, Any]:
         `rope_local_base_freq` is of the others; the newer one has `rope_parameters` per kind.
       kind: `full_attention` or `sliding_attention`.
     """
-    nested = (raw.get("rope_parameters") or {}).get(kind)
+    given = raw.get("rope_parameters") or {}
+    if odd := sorted(given.keys() - _THETA.keys()):
+        raise ValueError(
+            f"config.json has rope_parameters {', '.join(odd)} for all layers; gemma3_text needs "
+            f"one set each for {', '.join(sorted(_THETA))}."
+        )
+    nested = given.get(kind)
     theta = raw.get(_OLD_THETA[kind])
     if theta is None and (nested or {}).get("rope_theta") is None:
         theta = _THETA[kind]

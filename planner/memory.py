@@ -290,6 +290,10 @@ class _Sizes:
         self.chunks = chunks
         self.tied = workload.tied
         self._workload = workload
+        # cuDNN keeps the statistics of packed rows, in fp32, once per document of a row.
+        documents = batch.documents_per_row
+        packed = documents is not None and strategy.compute_dtype != "float32"
+        self._more_statistics = 2 * (max(2, documents or 0) - 1) if packed else 0
         self._tokens = strategy.rows_per_microbatch * batch.seq_length
         block = strategy.layer_block_tokens or batch.seq_length
         self._tokens_at_once = strategy.rows_per_microbatch * min(block, batch.seq_length)
@@ -413,7 +417,12 @@ class _Sizes:
         return self._attention(self.chunks.layers[:1] if reaches else ())
 
     def _attention(self, chunks: Sequence[ChunkWork]) -> dict[str, float]:
-        elements = sum(stage.attention_elements for chunk in chunks for stage in chunk.stages)
+        elements = sum(
+            stage.attention_elements + self._more_statistics * stage.attention_heads
+            for chunk in chunks
+            for stage in chunk.stages
+            if stage.attention_elements
+        )
         if not elements:
             return {}
         tokens = self._tokens * self._strategy.num_microbatches
@@ -428,7 +437,9 @@ class _Sizes:
 
     def _kept(self, chunk: ChunkWork) -> float:
         tokens = self._tokens * self._strategy.num_microbatches
-        elements = self._kept_elements(chunk)
+        elements = self._kept_elements(chunk) + self._more_statistics * sum(
+            stage.attention_heads for stage in chunk.stages
+        )
         return self.weights(chunk) + float(tokens * self._strategy.compute_bytes * elements)
 
     def decided(self, chunks: Sequence[ChunkWork]) -> dict[str, float]:

@@ -16,7 +16,11 @@ from slidedp_jax.planner.candidates import Choices, candidates, default_block_si
 from slidedp_jax.planner.chunking import LARGEST_PIECE, chunk_stages
 from slidedp_jax.planner.errors import PlanError
 from slidedp_jax.planner.hardware import COMPUTE_DTYPES, ComputeDtype, HardwareProfile, size_text
-from slidedp_jax.planner.host_boundaries import fewest_on_host, with_more_on_host
+from slidedp_jax.planner.host_boundaries import (
+    boundary_bytes,
+    fewest_on_host,
+    with_more_on_host,
+)
 from slidedp_jax.planner.job import Alternative, Job
 from slidedp_jax.planner.limits import Limit, LimitName
 from slidedp_jax.planner.memory import ADAMW_STATE_BYTES, MemoryUse
@@ -183,6 +187,10 @@ def _decided(job: Job, strategy: Strategy) -> Plan:
             f"{counted(strategy.rows_per_microbatch, 'row')} on {counted(devices, 'device')}); "
             f"steps of {counted(job.batch.num_rows, 'row')} have to be planned anew."
         )
+    if strategy.host_boundaries:  # where inputs wait changes no bit
+        need = boundary_bytes(job.workload, job.batch, strategy)
+        if need > strategy.host_boundary_bytes:
+            strategy = replace(strategy, host_boundary_bytes=need)
     alternative = job.alternative(strategy)
     limits = job.limits(alternative.memory)
     if any(limit.need_bytes > TOLERATED * limit.have_bytes for limit in limits):

@@ -24,6 +24,7 @@ import hypothesis
 import jax
 import pytest
 import shared_programs
+from second_points import SECOND_POINTS
 
 # An example that takes long says that the machine is busy.
 hypothesis.settings.register_profile("untimed", deadline=None)
@@ -94,6 +95,9 @@ def pytest_addoption(parser):
 
 def pytest_collection_modifyitems(config, items):
     """Leave out what only --thorough runs; longest files first, the others keep their order."""
+    for item in items:
+        if item.nodeid.startswith(SECOND_POINTS):
+            item.add_marker(pytest.mark.thorough)
     if not config.getoption("--thorough"):
         left_out = [item for item in items if item.get_closest_marker("thorough")]
         config.hook.pytest_deselected(items=left_out)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from second_points import SECOND_POINTS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -54,3 +55,9 @@ def test_a_package_names_its_files(package):
     text = (package / page).read_text(encoding="utf-8")
     names = {path.name for path in package.glob("*.py")} - {"__init__.py"}
     assert not [name for name in sorted(names) if f"`{name}`" not in text]
+
+
+@pytest.mark.parametrize("node", SECOND_POINTS)
+def test_second_points_are_tests(node):
+    path, name = node.split("::")
+    assert f"def {name.split('[')[0]}" in (ROOT / path).read_text()

@@ -20,7 +20,7 @@ from slidedp_jax.adapter.claims import example_batch
 from slidedp_jax.adapter.matmul_flops import matmul_flops, widest_product
 from slidedp_jax.jax_internals import bytes_accessed, temporary_bytes
 from slidedp_jax.models.named_results import DECIDED, named_bytes
-from slidedp_jax.models.streamed import LayerFn, Stage, StreamedModel
+from slidedp_jax.models.streamed import LayerFn, LayerOutput, Stage, StreamedModel
 from slidedp_jax.planner.workload import StageWork, Workload, parameter_groups
 
 LOGITS_BYTES = 4
@@ -70,7 +70,7 @@ def measured_workload(
         layers=tuple(layers[fn] for fn in model.layer_fns),
         head=head,
         tied=model.tied,
-        hidden_size=probe.hidden_size,
+        hidden_size=probe.boundary_width(),
         vocab_size=model.vocab_size,
         own_loss_tokens=own_loss_tokens,
     )
@@ -93,6 +93,17 @@ class _Probe:
         self._dtype = dtype
         self._packed = packed
         self.hidden_size = self._hidden(1, tokens).shape[-1]
+
+    def boundary_width(self) -> int:
+        """What passes between stages, at its widest, in elements of the compute dtype."""
+        x, batch = self._hidden(1, self._tokens), self._of_layer(1, self._tokens)
+        widest = x.dtype.itemsize
+        of_each = zip(self._model.layer_fns, self._model.layers, strict=True)
+        for fn, stage in dict(reversed(list(of_each))).items():  # each function once
+            output = jax.eval_shape(fn, self._params(stage), x, batch)
+            x = output.x if isinstance(output, LayerOutput) else output
+            widest = max(widest, x.dtype.itemsize)
+        return int(-(-self.hidden_size * widest // self._dtype.itemsize))
 
     def layer(self, stage: Stage, fn: LayerFn) -> StageWork:
         """Work of one layer."""

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from slidedp_jax.errors import UserError
 from slidedp_jax.jax_internals import is_ready
 from slidedp_jax.planner.strategy import BOUNDARIES_IN_FLIGHT
 from slidedp_jax.tracer import Tracer
@@ -56,6 +57,7 @@ class BoundaryStore:
         self._on_devices, self._slot_bytes = on_devices, slot_bytes
         self._tracer = tracer
         self._there: dict[int, list[jax.Array]] = {}
+        self._tokens: dict[int, int] = {}
         self._put: dict[int, _Put] = {}
         self._places: dict[tuple[int, int], jax.Array] = {}
         self._leaving: list[list[jax.Array]] = []
@@ -64,6 +66,7 @@ class BoundaryStore:
     def clear(self) -> None:
         """Forget what a pass that failed has left; places in host memory stay."""
         self._there.clear()
+        self._tokens.clear()
         self._put.clear()
 
     def put(self, chunk: int, xs: Sequence[jax.Array]) -> None:
@@ -87,12 +90,17 @@ class BoundaryStore:
         if put is None:
             return
         with self._tracer.span("h2d", f"upload input of chunk {chunk}"):
-            self._there[chunk] = [self._back(copy, put.tokens) for copy in put.copies]
+            self._there[chunk] = list(map(self._back, put.copies))
+        self._tokens[chunk] = put.tokens
 
     def take(self, chunk: int) -> list[jax.Array]:
         """The inputs of a chunk, which are then the caller's alone."""
         self.prefetch(chunk)
-        return self._there.pop(chunk)
+        xs, tokens = self._there.pop(chunk), self._tokens.pop(chunk, None)
+        if tokens is None or tokens == xs[0].shape[1]:
+            return xs
+        # Only now: a program that reads the copies makes all that is issued after it wait for them.
+        return [self._resize(tokens)(x) for x in xs]
 
     def _make_room(self) -> None:
         """Wait until one more may be on its way off the devices."""
@@ -105,17 +113,22 @@ class BoundaryStore:
         """As long as the place is."""
         per_token = x.nbytes // self._on_devices.mesh.size // x.shape[1]
         tokens = self._slot_bytes // per_token
-        assert tokens >= x.shape[1], "longer rows are refused before a step begins"
+        if tokens < x.shape[1]:
+            raise UserError(
+                f"an input of {x.dtype} {x.shape} needs more host memory than the strategy has room"
+                f" for ({self._slot_bytes:,} bytes per device): plan with tokens_per_row of the "
+                "longest rows, or host_boundaries=0"
+            )
         filled: jax.Array = x if tokens == x.shape[1] else self._resize(tokens)(x)
         return filled
 
-    def _back(self, copy: jax.Array, tokens: int) -> jax.Array:
-        """On the devices, as it was put."""
+    def _back(self, copy: jax.Array) -> jax.Array:
+        """On the devices, as long as the place is."""
         # The spec that it has: a copy that also changes that is no plain copy.
         assert isinstance(copy.sharding, NamedSharding)
         sharding = NamedSharding(copy.sharding.mesh, copy.sharding.spec)
         x: jax.Array = jax.device_put(copy, sharding)
-        return x if tokens == x.shape[1] else self._resize(tokens)(x)
+        return x
 
     def _make_resize(self, tokens: int) -> jax.stages.Wrapped:
         """To so many tokens: the first ones, or zeros behind all."""

@@ -1,5 +1,6 @@
 """What is measured of an adapted model, and plans that are made of it."""
 
+import dataclasses
 import math
 from functools import partial
 
@@ -190,3 +191,21 @@ def test_layers_of_two_kinds_are_measured_apart_and_planned():
     ) as trainer:
         metrics = trainer.step(token_batches(VOCAB, 8, TOKENS, 1)[0])
     assert 0 < metrics.loss < 20
+
+
+def test_hidden_states_wider_than_the_compute_dtype_are_measured_so():
+    """A residual stream in float32 takes twice the room of one in bfloat16."""
+    config = named_config("tiny")
+    model = decoder.build(config)
+    layers = tuple(
+        lambda params, x, batch, fn=fn: fn(params, x.astype(jnp.bfloat16), batch).astype(
+            jnp.float32
+        )
+        for fn in model.layer_fns
+    )
+    wide = dataclasses.replace(model, layer_fns=layers)
+    widths = [
+        measured_workload(one, tokens_per_row=TOKENS, compute_dtype="bfloat16").hidden_size
+        for one in (model, wide)
+    ]
+    assert widths == [config.hidden_size, 2 * config.hidden_size]

@@ -378,6 +378,7 @@ def test_every_field_of_a_gemma_in_both_layouts():
         ({"hidden_activation": "gelu"}, "hidden_act is 'gelu'"),
         ({"layer_types": ["full_attention"]}, "1 layer_types"),
         ({"model_type": "gemma3", "architectures": None}, "'gemma3', which is not supported"),
+        ({"rope_parameters": {"rope_theta": 5e5}}, "rope_theta for all layers; .* one set each"),
     ],
 )
 def test_other_gemmas_are_refused_by_name(change, message):

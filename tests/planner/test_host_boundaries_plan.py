@@ -97,3 +97,16 @@ def test_72b_on_four_24_gib_cards_at_32k_tokens_per_gpu():
     assert found.strategy.host_boundaries > 70
     assert found.strategy.vocab_slices > 1
     assert found.chosen.time.exposed_s["h2d"] < 0.05 * found.chosen.time.step_s
+
+
+def test_a_decided_strategy_gets_the_places_that_longer_rows_need():
+    workload = Workload.from_config(named_config("qwen3-4b"))
+    hardware = replace(named_hardware("rtx4090"), host_memory_bytes=200 * GIB)
+    first = plan(workload, BatchShape(num_rows=1, seq_length=65_536), hardware)
+    assert first.strategy.host_boundaries
+    longer = BatchShape(num_rows=1, seq_length=66_560)
+    again = plan(workload, longer, hardware, strategy=first.strategy)
+    assert again.strategy.host_boundary_bytes == 66_560 * 2560 * 2
+    assert again.strategy == replace(
+        first.strategy, host_boundary_bytes=again.strategy.host_boundary_bytes
+    )

@@ -456,3 +456,19 @@ def test_rows_with_many_documents_are_computed_in_smaller_microbatches():
         rows[documents] = chosen.strategy.rows_per_microbatch
         assert chosen.memory.device_bytes <= hardware.device_memory_bytes
     assert rows[256] < rows[None] == 8
+
+
+def test_packed_rows_keep_statistics_once_per_document():
+    """Float32 [rows * documents, heads, T] of each kept layer; whole rows keep [rows, ...]."""
+    workload = Workload.from_config(named_config("qwen3-4b"))
+    strategy = Strategy(
+        layers_per_chunk=1, rows_per_microbatch=8, num_microbatches=1, kept_chunks=12
+    )
+    kept = {}
+    for documents in (None, 16, 64):
+        batch = BatchShape(num_rows=8, seq_length=4096, documents_per_row=documents)
+        kept[documents] = memory_use(workload, batch, strategy, named_hardware("h200"))
+    one = 4 * 8 * 4096 * 32 * 12  # bytes of one document's
+    for documents in (16, 64):
+        more = kept[documents].device["kept_chunks"] - kept[None].device["kept_chunks"]
+        assert more == (documents - 1) * one
