@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from slidedp_jax.planner.job import Job
+from slidedp_jax.planner.memory import FRAGMENTATION, MemoryUse
 from slidedp_jax.planner.strategy import Strategy
 from slidedp_jax.planner.workload import BatchShape, Workload
 
@@ -35,7 +36,7 @@ def with_host_boundaries(
     return replace(strategy, host_boundaries=count, host_boundary_bytes=size)
 
 
-def fewest_on_host(job: Job, strategy: Strategy) -> Strategy | None:
+def fewest_on_host(job: Job, strategy: Strategy, memory: MemoryUse) -> Strategy | None:
     """The strategy with as few inputs on the host as make it fit the devices.
 
     None if even all do not, or the host then lacks the memory.
@@ -43,6 +44,7 @@ def fewest_on_host(job: Job, strategy: Strategy) -> Strategy | None:
     Args:
       job: with the budgets.
       strategy: one that exceeds the devices' budget, and perhaps the host's.
+      memory: what it takes.
     """
     if job.hardware.unified_memory:
         return None
@@ -55,7 +57,10 @@ def fewest_on_host(job: Job, strategy: Strategy) -> Strategy | None:
     def fits(count: int) -> bool:
         return job.memory(option(count)).device_bytes <= job.device_budget_bytes
 
-    if not fits(most):
+    # More than all inputs cannot leave: cheaper to see than what a strategy takes.
+    all_inputs = (most + 2) * strategy.num_microbatches * option(1).host_boundary_bytes
+    excess = memory.device_bytes - job.device_budget_bytes
+    if excess > (1 + FRAGMENTATION) * all_inputs or not fits(most):
         return None
     while least < most:
         middle = (least + most) // 2

@@ -230,13 +230,14 @@ def _sort_by_fit(
     fitting, misfits = [], []
     for family in families:
         for strategy in family:
-            limits = job.limits(job.memory(strategy))
+            memory = job.memory(strategy)
+            limits = job.limits(memory)
             fits = not limits
             by_devices = strategy.gradient_route == "reduce_scatter"
             if resident_state and by_devices and [x.name for x in limits] == ["host memory"]:
                 strategy, fits = relieving_host(job, strategy)
-            memory = job.memory(strategy)
-            if not fits and (eased := fewest_on_host(job, strategy)) is not None:
+                memory = job.memory(strategy)
+            if not fits and (eased := fewest_on_host(job, strategy, memory)) is not None:
                 strategy, fits = eased, not job.limits(job.memory(eased))
                 if not fits and by_devices and resident_state:
                     strategy, fits = relieving_host(job, eased)
