@@ -26,8 +26,9 @@ ADAMW_STATE_BYTES = 8
 MASTER_BYTES = 4
 """The fp32 master as two halves of two bytes."""
 
-FRAGMENTATION = 0.01
-"""Share of the live arrays that the allocator may lose to holes, or that is not in the list."""
+FRAGMENTATION = 0.02
+"""Share of the arrays that the allocator may lose to holes, or that is not in the list. No job was
+measured yet that took more than 0.97 of what the allocator has."""
 
 LOGITS_COPIES = 1
 """fp32 arrays [loss chunk, V] alive at once: what is made of the logits takes their place."""
@@ -106,10 +107,10 @@ def memory_use(
             phases[name]["packed_attention"] = max(0.0, packed - phases[name]["layer_workspace"])
     phase = max(phases, key=lambda name: sum(phases[name].values()))
     device = dict(phases[phase])
-    device["allocator_fragmentation"] = FRAGMENTATION * sum(device.values())
     if resident := resident_parameters(chunks, strategy):
         state = (MASTER_BYTES + optimizer_state_bytes) * resident / hardware.num_devices
-        device["resident_state"] = state  # made first and never freed: it leaves no holes
+        device["resident_state"] = state
+    device["allocator_fragmentation"] = FRAGMENTATION * sum(device.values())
     device["runtime_reserve"] = hardware.device_reserve_bytes
     host, pool = _host(workload, chunks, strategy, hardware, optimizer_state_bytes)
     if hardware.unified_memory:

@@ -269,7 +269,7 @@ def test_a_job_of_its_own(result):
     hardware = named_hardware("h200")
     memory = memory_use(workload, batch, strategy, hardware)
     arrays = memory.device_bytes - memory.device["runtime_reserve"]
-    assert 0.97 < result["memory"]["peak_bytes_in_use"] / arrays <= 1
+    assert 0.96 < result["memory"]["peak_bytes_in_use"] / arrays <= 1
     rss, between_saves = (
         result["rss_gib"] * GIB,
         memory.host_bytes - memory.host["state_in_passing"],
@@ -287,4 +287,4 @@ def test_the_median_job():
         memory = memory_use(*_job(result), named_hardware("h200"))
         arrays = memory.device_bytes - memory.device["runtime_reserve"]
         ratios.append(arrays / result["memory"]["peak_bytes_in_use"] - 1)
-    assert statistics.median(ratios) < 0.01
+    assert statistics.median(ratios) < 0.025

@@ -215,13 +215,12 @@ def test_resident_state_by_hand():
     resident = memory_use(_workload(4, tied=True), BATCH, strategy, hardware)
     assert resident.device["resident_state"] == 12 * (48 + 80) / 4
     assert "resident_state" not in on_host.device
-    # State that is there from the start leaves no holes.
     assert resident.device["allocator_fragmentation"] == pytest.approx(
-        0.01
+        0.02
         * sum(
             size
             for name, size in resident.device.items()
-            if name not in ("resident_state", "allocator_fragmentation", "runtime_reserve")
+            if name not in ("allocator_fragmentation", "runtime_reserve")
         )
     )
     assert resident.host["waiting_gradients"] == 2 * (80 + 16)
