@@ -91,12 +91,15 @@ class Fences:
             self._holds[version] -= 1
             self._condition.notify_all()
 
-    def begin_snapshot(self, version: int) -> None:
-        """Each chunk stays at `version` until `copied`; none may have gone beyond it."""
+    def begin_snapshot(self, version: int, chunks: Collection[int]) -> None:
+        """Each of `chunks` stays at `version` until `copied`; none may have gone beyond it.
+
+        Frozen ones are among them: no update changes those, but a writer of the whole state does.
+        """
         with self._condition:
             assert all(self._versions[chunk] <= version for chunk in self.trained)
             assert version not in self._uncopied
-            self._uncopied[version] = set(self.trained)
+            self._uncopied[version] = set(chunks)
 
     def copied(self, chunk: int, version: int) -> None:
         """The snapshot of `version` does without the chunk from now on; twice is once."""

@@ -45,7 +45,7 @@ class StateSnapshot:
             for slot in layout.slots
         }
         self._held_before_s = fences.held_s
-        fences.begin_snapshot(version)
+        fences.begin_snapshot(version, set(self._chunks.values()))
 
     @property
     def order(self) -> Sequence[int]:

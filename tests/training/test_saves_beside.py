@@ -378,6 +378,21 @@ def test_what_changes_the_state_waits_for_copies(tmp_path):
         assert files(path) == files(tmp_path / "beside" / path.name)
 
 
+def test_what_changes_the_state_waits_for_copies_of_frozen_chunks(tmp_path):
+    """Other weights in the place of frozen ones, and the end of the trainer."""
+    tracer = Slow("copy head", 0.5)
+    with start("deferred", tracer=tracer, frozen=["lm_head.*", "model.norm.*"]) as it:
+        it.step(batches()[0])
+        wanted = it.save(tmp_path / "stopped")
+        saving = it.save_beside(tmp_path / "beside", buffer_bytes=1000 * BATCH_BYTES)
+        zeros = np.zeros(it.gate.shapes["lm_head.weight"], np.float32)
+        with it.evaluating({"lm_head.weight": zeros}):
+            saving.result()
+        it.save_beside(tmp_path / "closed", buffer_bytes=1000 * BATCH_BYTES)
+    assert files(wanted) == files(tmp_path / "beside" / wanted.name)
+    assert files(wanted) == files(tmp_path / "closed" / wanted.name)
+
+
 def test_a_checkpoint_that_is_there_is_compared(tmp_path):
     with start("deferred") as it:
         it.step(batches()[0])
