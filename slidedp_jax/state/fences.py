@@ -67,6 +67,17 @@ class Fences:
             self._condition.wait_for(lambda: self._failure or self._has(chunk, version))
             self._check()
 
+    def wait_kept(self, chunk: int, version: int) -> None:
+        """Block until `chunk` reaches `version`, which it keeps if a later step fails.
+
+        Raises:
+          TrainingStopped: something has failed, and it never will.
+        """
+        with self._condition:
+            self._condition.wait_for(lambda: self._failure or self._has(chunk, version))
+            if not self._has(chunk, version):
+                self._check()
+
     def begin_copy(self, chunk: int) -> None:
         """A copy out of the chunk's host arrays has been issued."""
         with self._condition:
@@ -119,6 +130,11 @@ class Fences:
         with self._condition:
             self._condition.wait_for(lambda: self._failure or not self._uncopied)
             self._check()
+
+    def wait_copied(self) -> None:
+        """Block until every snapshot has been copied or abandoned, whatever has failed."""
+        with self._condition:
+            self._condition.wait_for(lambda: not self._uncopied)
 
     def is_free(self, chunk: int, version: int) -> bool:
         """Whether nobody reads what an update of `chunk` to `version` would change.

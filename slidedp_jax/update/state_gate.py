@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import jax
 import numpy as np
 
-from slidedp_jax.errors import TrainingStopped, UserError
+from slidedp_jax.errors import UserError
 from slidedp_jax.state.fences import Fences
 from slidedp_jax.state.host_store import HostStore
 from slidedp_jax.state.split_float import rounded
@@ -302,8 +302,7 @@ def free(
 ) -> None:
     """End the update thread and free the state, which nothing may be copied from any more."""
     updates.close()
-    with contextlib.suppress(TrainingStopped):
-        fences.wait_snapshots()
+    fences.wait_copied()
     weights.abandon()  # after a failed step, uploads may be under way
     store.close()
 

@@ -63,18 +63,18 @@ class StateSnapshot:
         return self._chunks[name]
 
     def wait(self, chunk: int) -> None:
-        """Block until the chunk has reached this version.
+        """Block until the chunk has reached this version; it is kept though a later step fails.
 
         Raises:
-          TrainingStopped: a step has failed.
+          TrainingStopped: a step up to this version has failed.
         """
-        self._fences.wait_committed(chunk, self.version)
+        self._fences.wait_kept(chunk, self.version)
 
     def shared(self) -> list[np.ndarray]:
         """Optimizer state that no parameter owns; before any chunk is let go of.
 
         Raises:
-          TrainingStopped: a step has failed.
+          TrainingStopped: a step up to this version has failed.
         """
         trained = [chunk for chunk in self.order if chunk in self._fences.trained]
         for chunk in trained[:1]:  # once it is updated, what its update began with has moved on

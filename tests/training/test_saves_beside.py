@@ -34,6 +34,7 @@ from slidedp_jax.errors import TrainingStopped, UserError
 from slidedp_jax.state.fences import Fences
 from slidedp_jax.tracer import Tracer
 from slidedp_jax.update.state_snapshot import StateSnapshot
+from slidedp_jax.update.step_guard import StepGuard
 from slidedp_jax.update.update_kernel import UpdateKernels
 
 ADAMW = optax.adamw(optax.linear_schedule(1e-2, 1e-3, 4))
@@ -353,6 +354,22 @@ def test_what_was_copied_before_a_step_failed_is_written(tmp_path, monkeypatch):
             it.wait()
         saving.result()
     assert [path.name for path in list_steps(tmp_path)] == ["step_00000001"]
+
+
+@pytest.mark.timeout(120)
+def test_a_step_that_fails_later_leaves_a_save_alone(tmp_path, monkeypatch):
+    """Its chunks have this version and keep it; the end of the trainer waits for their copies."""
+    with start("deferred", tracer=Slow("write", 0.02)) as it:
+        it.step(batches()[0])
+        wanted = it.save(tmp_path / "stopped")
+        saving = it.save_beside(tmp_path / "beside", buffer_bytes=BATCH_BYTES)
+        monkeypatch.setattr(StepGuard, "problem", lambda *_: "it is bad")
+        figures = it.step(batches()[1])
+        with pytest.raises(TrainingStopped, match="it is bad"):
+            _ = figures.grad_norm
+        assert not saving.done
+    saving.result()
+    assert files(wanted) == files(tmp_path / "beside" / wanted.name)
 
 
 def test_what_changes_the_state_waits_for_copies(tmp_path):
