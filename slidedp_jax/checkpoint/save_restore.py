@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import pathlib
 import shutil
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -135,20 +136,10 @@ def save_beside(
     Raises:
       UserError: there is a checkpoint of another state with the same number of steps.
     """
-    with gate.turn:
-        gate.check()
-        arrays = arrays_of(gate, model.stages())
-        size = total_bytes(arrays)
-        most = default_buffer_bytes(size) if buffer_bytes is None else buffer_bytes
-        most = max(most, SMALLEST_BUFFER_BYTES)
-        target = _target(gate, folder)
-        if (target / RECORD).is_file():
-            save(gate, model, folder, extra)
-            return SaveBeside(target, lambda: timed(lambda: 0.0, num_bytes=0, buffer_bytes=0))
-        record = describe(gate, model.configuration, extra)
-        snapshot = gate.snapshot()
 
     def write() -> float:
+        if not taken.acquire(blocking=False):
+            raise InterruptedError(f"the save to {target} was interrupted as it began")
         try:
             record.update(describe_shared(snapshot.shared()))
             _write_checkpoint(
@@ -163,7 +154,25 @@ def save_beside(
             snapshot.abandon()
         return snapshot.held_s
 
-    return SaveBeside(target, lambda: timed(write, num_bytes=size, buffer_bytes=most))
+    with gate.turn:
+        gate.check()
+        arrays = arrays_of(gate, model.stages())
+        size = total_bytes(arrays)
+        most = default_buffer_bytes(size) if buffer_bytes is None else buffer_bytes
+        most = max(most, SMALLEST_BUFFER_BYTES)
+        target = _target(gate, folder)
+        if (target / RECORD).is_file():
+            save(gate, model, folder, extra)
+            return SaveBeside(target, lambda: timed(lambda: 0.0, num_bytes=0, buffer_bytes=0))
+        record = describe(gate, model.configuration, extra)
+        taken = threading.Lock()  # by whoever lets go of the snapshot: its thread, once that runs
+        snapshot = gate.snapshot()
+        try:
+            return SaveBeside(target, lambda: timed(write, num_bytes=size, buffer_bytes=most))
+        except BaseException:
+            if taken.acquire(blocking=False):
+                snapshot.abandon()
+            raise
 
 
 def _target(gate: StateGate, folder: pathlib.Path) -> pathlib.Path:

@@ -321,6 +321,22 @@ def test_another_error_is_not_hidden_by_a_failed_save(tmp_path, monkeypatch, cap
 
 
 @pytest.mark.timeout(120)
+def test_a_save_that_cannot_begin_holds_nothing(tmp_path, monkeypatch):
+    def no_thread(_):
+        raise RuntimeError("can't start new thread")
+
+    with start("deferred") as it:
+        it.step(batches()[0])
+        it.wait()
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="new thread"):
+            patch.setattr(threading.Thread, "start", no_thread)
+            it.save_beside(tmp_path)
+        it.step(batches()[1])
+        it.wait()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.timeout(120)
 def test_a_failed_step_ends_a_save_that_needs_it(tmp_path, monkeypatch):
     saved = threading.Event()
 
