@@ -137,19 +137,16 @@ def save_beside(
       UserError: there is a checkpoint of another state with the same number of steps.
     """
 
+    def write_arrays(writer: ArrayWriter) -> None:
+        SnapshotWriter(snapshot, arrays, writer, buffer_bytes=most, tracer=tracer).run()
+        snapshot.wait_judged()
+
     def write() -> float:
         if not taken.acquire(blocking=False):
             raise InterruptedError(f"the save to {target} was interrupted as it began")
         try:
             record.update(describe_shared(snapshot.shared()))
-            _write_checkpoint(
-                target,
-                record,
-                arrays,
-                lambda writer: SnapshotWriter(
-                    snapshot, arrays, writer, buffer_bytes=most, tracer=tracer
-                ).run(),
-            )
+            _write_checkpoint(target, record, arrays, write_arrays)
         finally:
             snapshot.abandon()
         return snapshot.held_s

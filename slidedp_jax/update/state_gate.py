@@ -189,7 +189,7 @@ class StateGate:
             self._updates.resume(shared)
 
     def wait(self) -> None:
-        """Block until every update of the steps so far is committed.
+        """Block until every update of the steps so far is committed, and the steps judged.
 
         Raises:
           TrainingStopped: one has failed.
@@ -197,6 +197,7 @@ class StateGate:
         self.check_open()
         for chunk in range(len(self._fences)):
             self._fences.wait_committed(chunk, self.version)
+        self._updates.wait_judged(self.version)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[StateReader]:

@@ -70,6 +70,14 @@ class StateSnapshot:
         """
         self._fences.wait_kept(chunk, self.version)
 
+    def wait_judged(self) -> None:
+        """Block until the steps up to this version have been found good.
+
+        Raises:
+          TrainingStopped: one was not.
+        """
+        self._updates.wait_judged(self.version)
+
     def shared(self) -> list[np.ndarray]:
         """Optimizer state that no parameter owns; before any chunk is let go of.
 

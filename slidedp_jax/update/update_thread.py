@@ -110,7 +110,7 @@ class HostOptimizer:
             self._gradients[step, chunk] = gradient
             if not self.deferred:
                 self._jobs.append((step, chunk))
-                self._condition.notify()
+                self._condition.notify_all()
 
     def end_backward(self, step: int, end: StepEnd) -> Callable[[], StepUpdate]:
         """All gradients of `step` are submitted.
@@ -127,8 +127,25 @@ class HostOptimizer:
                 return future.result
             self._ends[step] = (end, future)
             self._jobs.append((step, len(self._fences) if noted_while_updating else _NORM))
-            self._condition.notify()
+            self._condition.notify_all()
         return future.result
+
+    def wait_judged(self, version: int) -> None:
+        """Block until the norm and the loss of every step up to `version` have been found good.
+
+        Eager updates whose gradients the host sums are committed before.
+
+        Raises:
+          TrainingStopped: one was not, or cannot be judged any more; its cause is attached.
+        """
+        with self._condition:
+
+            def pending() -> bool:
+                return any(step <= version for step in self._ends)
+
+            self._condition.wait_for(lambda: self._failure or not pending())
+            if pending():
+                self._fences.check()
 
     def resume(self, shared: Sequence[np.ndarray]) -> None:
         """Go on from `shared`, the state that no parameter owns; no update may be pending."""
@@ -139,7 +156,7 @@ class HostOptimizer:
         """Finish what has been submitted and end the thread."""
         with self._condition:
             self._closed = True
-            self._condition.notify()
+            self._condition.notify_all()
         if threading.current_thread() is not self._thread:  # it may collect a dropped trainer
             self._thread.join()
 
@@ -201,6 +218,7 @@ class HostOptimizer:
                 future.set_exception(error)
             self._gradients.clear()
             self._jobs.clear()
+            self._condition.notify_all()
 
     def _end_step(self, step: int) -> None:
         """Know the norm; then, if updates waited for it, release them or skip the step."""
@@ -224,6 +242,7 @@ class HostOptimizer:
                         self._jobs.append(key)
         with self._condition:
             _, future = self._ends.pop(step)
+            self._condition.notify_all()
         future.set_result(StepUpdate(grad_norm=float(norm), skipped=skipped))
 
     def _host_squares(self, step: int) -> list[np.ndarray]:

@@ -86,6 +86,10 @@ KINDS = {
     "resident": ({"resident_chunks": 3}, {}),
     "eager": ({"update_policy": "eager"}, {"max_grad_norm": None}),
     "host_sum": ({"gradient_route": "host_sum"}, {}),
+    "eager_host_sum": (
+        {"update_policy": "eager", "gradient_route": "host_sum"},
+        {"max_grad_norm": None},
+    ),
     "average": ({}, {"ema_decay": 0.9, "frozen": ["model.layers.1.*"]}),
     "whole": ({}, {"optimizer": MUON}),
 }
@@ -370,6 +374,20 @@ def test_what_was_copied_before_a_step_failed_is_written(tmp_path, monkeypatch):
             it.wait()
         saving.result()
     assert [path.name for path in list_steps(tmp_path)] == ["step_00000001"]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("how", ["save_beside", "save"])
+def test_a_step_that_stops_after_its_updates_is_not_saved(how, tmp_path):
+    """Eager updates whose gradients the host sums are committed before the loss is judged."""
+    options = {"max_loss": 1e-9, "tracer": Slow("wait for the norm", 0.5)}
+    with pytest.raises(TrainingStopped, match="step 1"), start("eager_host_sum", **options) as it:
+        it.step(batches()[0])
+        if how == "save":
+            it.save(tmp_path)
+        else:
+            it.save_beside(tmp_path, buffer_bytes=1000 * BATCH_BYTES).result()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.timeout(120)
