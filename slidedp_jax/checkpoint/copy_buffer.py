@@ -104,12 +104,13 @@ class CopyBuffer:
         """The batch has been written."""
         with self._condition:
             self._left += len(memory)
-            if len(memory) == PIECE_BYTES:
+            if len(memory) == PIECE_BYTES and not self._stopped:
                 self._unused.append(memory)
             self._condition.notify_all()
 
     def stop(self) -> None:
-        """Wake who waits; nothing is to be had any more."""
+        """Wake who waits; nothing is to be had any more, so no memory is kept."""
         with self._condition:
             self._stopped = True
+            self._unused.clear()
             self._condition.notify_all()

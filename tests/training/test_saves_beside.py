@@ -12,6 +12,7 @@ import os
 import random
 import threading
 import time
+import weakref
 
 import numpy as np
 import optax
@@ -27,7 +28,7 @@ from streamed_training import (
 )
 
 from slidedp_jax.checkpoint import copy_buffer, save_restore, stored_arrays
-from slidedp_jax.checkpoint.copy_buffer import CopyBuffer, batches_of
+from slidedp_jax.checkpoint.copy_buffer import Batch, CopyBuffer, Stopped, batches_of
 from slidedp_jax.checkpoint.retention import list_steps
 from slidedp_jax.checkpoint.stored_arrays import StoredArray
 from slidedp_jax.errors import TrainingStopped, UserError
@@ -282,6 +283,20 @@ def test_batches_hold_each_byte_once():
 
 
 # Failures.
+
+
+def test_a_buffer_that_was_stopped_keeps_no_memory():
+    buffer = CopyBuffer(3 * BATCH_BYTES)
+    batch = Batch(chunk=0, pieces=(), num_bytes=BATCH_BYTES, is_last=True)
+    memory = [buffer.take(batch) for _ in range(3)]
+    kept = [weakref.ref(array) for array in memory]
+    buffer.give_back(memory.pop())
+    assert kept[2]() is not None
+    buffer.stop()
+    buffer.give_back(memory.pop())
+    assert [ref() is not None for ref in kept] == [True, False, False]
+    with pytest.raises(Stopped):
+        buffer.take(batch)
 
 
 def failing_write(monkeypatch, code=errno.ENOSPC):
