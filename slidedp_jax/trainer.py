@@ -42,7 +42,7 @@ from slidedp_jax.tracer import Tracer
 from slidedp_jax.transfer.routes import SentSlices, gradients_by_name
 from slidedp_jax.update.kernel_form import KernelForm, check_form
 from slidedp_jax.update.other_weights import other_weights
-from slidedp_jax.update.state_gate import free
+from slidedp_jax.update.state_gate import free_dropped
 from slidedp_jax.update.state_meaning import numbered
 from slidedp_jax.update.step_guard import NonfinitePolicy, StepEnd, StepGuard
 from slidedp_jax.update.treatments import Treatments
@@ -165,7 +165,7 @@ class Trainer:
         )
         # A trainer that is dropped without `close` leaves neither thread nor page locks behind.
         self._dropped = weakref.finalize(
-            self, free, parts.updates, parts.weights, parts.store, parts.fences
+            self, free_dropped, parts.updates, parts.weights, parts.store, parts.fences
         )
         self._dropped.atexit = False
 

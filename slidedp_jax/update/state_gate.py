@@ -308,6 +308,21 @@ def free(
     store.close()
 
 
+def free_dropped(
+    updates: HostOptimizer, weights: StreamedWeights, store: HostStore, fences: Fences
+) -> None:
+    """`free` for the trainer that nobody refers to any more.
+
+    Any thread may collect it, one that updates or copies this state, too, which cannot wait for its
+    own end. So only the main thread waits.
+    """
+    arguments = (updates, weights, store, fences)
+    if threading.current_thread() is threading.main_thread():
+        free(*arguments)
+    else:
+        threading.Thread(target=free, args=arguments, name="free", daemon=True).start()
+
+
 class StateReader:
     """The state of one version, while it is held.
 

@@ -157,8 +157,7 @@ class HostOptimizer:
         with self._condition:
             self._closed = True
             self._condition.notify_all()
-        if threading.current_thread() is not self._thread:  # it may collect a dropped trainer
-            self._thread.join()
+        self._thread.join()
 
     def _run(self) -> None:
         while True:

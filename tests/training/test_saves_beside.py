@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import errno
 import functools
+import gc
 import os
 import random
 import threading
@@ -27,11 +28,13 @@ from streamed_training import (
     trainer,
 )
 
+from slidedp_jax import Trainer
 from slidedp_jax.checkpoint import copy_buffer, save_restore, stored_arrays
 from slidedp_jax.checkpoint.copy_buffer import Batch, CopyBuffer, Stopped, batches_of
 from slidedp_jax.checkpoint.retention import list_steps
 from slidedp_jax.checkpoint.stored_arrays import StoredArray
 from slidedp_jax.errors import TrainingStopped, UserError
+from slidedp_jax.models import decoder
 from slidedp_jax.state.fences import Fences
 from slidedp_jax.tracer import Tracer
 from slidedp_jax.update.state_snapshot import StateSnapshot
@@ -353,6 +356,40 @@ def test_a_save_that_cannot_begin_holds_nothing(tmp_path, monkeypatch):
         it.step(batches()[1])
         it.wait()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("lane", ["save", "host_update"])
+def test_a_dropped_trainer_is_freed_by_any_of_its_threads(lane, tmp_path):
+    """A thread that collects it neither waits for itself nor takes the state from a save."""
+    dropped, collected = threading.Event(), []
+
+    class Collects(Tracer):
+        @contextlib.contextmanager
+        def span(self, own, name):
+            if own == lane and dropped.wait(20) and not collected:
+                collected.append(gc.collect())
+            yield
+
+    it = Trainer(
+        decoder.build(small_config()),
+        ADAMW,
+        strategy=strategy(rows_per_microbatch=1, num_microbatches=2, num_host_devices=2),
+        kernel_form="whole",
+        num_devices=2,
+        tracer=Collects(),
+    )
+    it.itself = it
+    it.step(batches()[0])
+    saving = it.save_beside(tmp_path)
+    store, gone = it.store, weakref.ref(it)
+    del it
+    dropped.set()
+    saving.result()
+    assert collected and gone() is None
+    while store.chunks:
+        time.sleep(0.01)
+    assert len(list_steps(tmp_path)) == 1
 
 
 @pytest.mark.timeout(120)
