@@ -441,6 +441,7 @@ class Trainer:
 
         Raises:
           OSError: it has failed, which nobody was told.
+          TrainingStopped: so it has, by a step that failed.
         """
         if self._saving is not None:
             self._saving.wait()
@@ -472,6 +473,7 @@ class Trainer:
 
         Raises:
           OSError: a save beside the steps has failed, which nobody was told.
+          TrainingStopped: so it has, by a step that failed.
         """
         self.gate.close(self.weights)
         self._dropped.detach()
@@ -484,7 +486,7 @@ class Trainer:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             self.close()
-        except OSError as error:
+        except Exception as error:
             if kind is None:
                 raise
             _LOG.error("a checkpoint was not written: %s", error)  # the other error is on its way

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from slidedp_jax.errors import TrainingStopped
 from slidedp_jax.planner.host_memory import available_host_memory
 
 SMALLEST_BUFFER_BYTES = 1 << 29
@@ -61,7 +60,6 @@ class SaveBeside:
             self._times = self._write()
         except BaseException as error:
             self._failure = error
-            self._said = isinstance(error, TrainingStopped)  # the steps say so themselves
 
     @property
     def done(self) -> bool:

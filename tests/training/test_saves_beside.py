@@ -302,9 +302,9 @@ def test_a_buffer_that_was_stopped_keeps_no_memory():
         buffer.take(batch)
 
 
-def failing_write(monkeypatch, code=errno.ENOSPC):
+def failing_write(monkeypatch, code=errno.ENOSPC, kind=OSError):
     def fail(*_):
-        raise OSError(code, os.strerror(code))
+        raise kind(code, os.strerror(code))
 
     monkeypatch.setattr(os, "pwrite", fail)
 
@@ -333,13 +333,22 @@ def test_a_failed_save_is_said_by_whatever_comes_next(said_by, tmp_path, monkeyp
             assert [path.name for path in list_steps(tmp_path)] == ["step_00000002"]
 
 
-def test_another_error_is_not_hidden_by_a_failed_save(tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("kind", [OSError, MemoryError])
+def test_another_error_is_not_hidden_by_a_failed_save(kind, tmp_path, monkeypatch, caplog):
     with pytest.raises(ZeroDivisionError), start("deferred") as it:
         it.step(batches()[0])
-        failing_write(monkeypatch, errno.EIO)
+        failing_write(monkeypatch, errno.EIO, kind)
         it.save_beside(tmp_path)
         raise ZeroDivisionError
     assert "a checkpoint was not written" in caplog.text
+
+
+def test_a_failed_step_is_said_by_the_end_where_no_step_follows(tmp_path):
+    options = {"max_loss": 1e-9, "tracer": Slow("wait for the norm", 0.3)}
+    with pytest.raises(TrainingStopped, match="step 1"), start("deferred", **options) as it:
+        it.step(batches()[0])
+        it.save_beside(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.timeout(120)
