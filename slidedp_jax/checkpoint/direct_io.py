@@ -47,6 +47,7 @@ class DirectFile:
     def __init__(self, path: pathlib.Path, *, write: bool):
         self._path = path
         self._flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY if write else os.O_RDONLY
+        self._direct = True
         self._descriptor = self._open()
 
     def _open(self) -> int:
@@ -58,6 +59,7 @@ class DirectFile:
             with contextlib.suppress(FileNotFoundError):  # some have made it by then
                 if self._flags & os.O_CREAT:
                     self._path.unlink()
+            self._direct = False
             return os.open(self._path, self._flags, 0o666)
 
     def write(self, block: Block, size: int, start: int) -> None:
@@ -120,13 +122,15 @@ class DirectFile:
     def _transfer(self, call: object, rest: memoryview, place: int) -> int:
         """One system call; where direct I/O turns out not to be possible, without it."""
         assert callable(call)
+        direct = self._direct  # as it begins: others may find out meanwhile
         try:
             return int(call(self._descriptor, rest, place))
         except OSError as error:
-            flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
-            if error.errno not in _NO_DIRECT or not flags & os.O_DIRECT:
+            if error.errno not in _NO_DIRECT or not direct:
                 raise OSError(error.errno, error.strerror, str(self._path)) from None
+            flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
             fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+            self._direct = False
             return int(call(self._descriptor, rest, place))
 
 

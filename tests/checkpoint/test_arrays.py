@@ -2,10 +2,13 @@
 
 import dataclasses
 import errno
+import itertools
 import os
 import random
 import shutil
+import threading
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
 import numpy as np
@@ -198,6 +201,29 @@ def test_file_systems_without_direct_io_are_used_all_the_same(tmp_path, monkeypa
                 file.write(block, 5000, 0)
                 file.end(5000)
         assert path.read_bytes() == bytes(5000)
+
+
+def test_threads_that_find_out_together_that_there_is_no_direct_io(tmp_path, monkeypatch):
+    real, calls, meet = os.pwrite, itertools.count(), threading.Barrier(2, timeout=20)
+    first_has_written = threading.Event()
+
+    def refuse_twice(descriptor, rest, place):
+        if (number := next(calls)) < 2:
+            meet.wait()
+            if number == 1:
+                first_has_written.wait(20)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        done = real(descriptor, rest, place)
+        first_has_written.set()
+        return done
+
+    monkeypatch.setattr(os, "pwrite", refuse_twice)
+    with DirectFile(tmp_path / "a", write=True) as file, ThreadPoolExecutor(2) as pool:
+        writes = [pool.submit(file.write, Block(), 4096, place) for place in (0, 4096)]
+        for write in writes:
+            write.result()
+        file.end(8192)
+    assert (tmp_path / "a").read_bytes() == bytes(8192)
 
 
 def test_a_write_that_fails_names_its_file_and_leaves_nothing(tmp_path, monkeypatch):
