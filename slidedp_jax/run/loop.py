@@ -192,6 +192,9 @@ class Run:
                         self._evaluate(trainer, step, progress.write, progress.say)
             self._saves.finish(progress)
             return True
+        except BaseException as error:
+            self._saves.settle(progress, error)
+            raise
         finally:
             progress.close()
 

@@ -122,6 +122,24 @@ class Saves:
             f"updates waited {times.held_s:.1f} s for it, {predicted:.1f} s predicted"
         )
 
+    def settle(self, progress: Progress, error: BaseException) -> None:
+        """The steps end by an error: what is under way still counts if it is written whole.
+
+        Args:
+          progress: told if it is not.
+          error: what ends the steps, which is not told twice.
+        """
+        if self._under_way is None:
+            return
+        (saving, _), self._under_way = self._under_way, None
+        try:
+            saving.result()
+        except Exception as failure:
+            if failure is not error:
+                progress.say(f"a checkpoint was not written: {failure}")
+            return
+        self._done(step_of(saving.path))
+
     def _done(self, step: int) -> None:
         self.step = step
         self._saved()

@@ -16,6 +16,7 @@ from slidedp_jax.checkpoint.retention import Retention, list_steps
 from slidedp_jax.run.folder import _tidy
 from slidedp_jax.run.replaced import ReplacedRun
 from slidedp_jax.train import main
+from slidedp_jax.trainer import Trainer
 from slidedp_jax.whole_files import write_whole
 
 SETTINGS = {"max_steps": 6, "save_steps": 2, "save_total_limit": 9}
@@ -275,6 +276,26 @@ def test_a_run_that_was_to_be_overwritten_survives_every_later_error(
     assert tree_of(out) == before
     assert [path.name for path in out.iterdir() if path.name.startswith(".")] == []
     inputs.train(out, export=True, **SETTINGS)
+
+
+def test_what_was_saved_beside_a_step_that_fails_replaces_the_old_run(
+    inputs, finished, tmp_path, monkeypatch
+):
+    out = shutil.copytree(finished, tmp_path / "run")
+    step = Trainer.step
+
+    def fails_later(self, batch):
+        if self.step_count == 3:
+            self.finish_save()  # nobody has looked since
+            raise FloatingPointError("step 4 fails")
+        return step(self, batch)
+
+    monkeypatch.setattr(Trainer, "step", fails_later)
+    changes = {"save_steps": 3, "learning_rate": 0.02}
+    with pytest.raises(FloatingPointError):
+        main(inputs.command(out, overwrite_output_dir=True, **SETTINGS | changes))
+    assert checkpoints(out) == [3] and [m["step"] for m in metrics(out)] == [1, 2, 3]
+    assert [path.name for path in out.iterdir() if path.name.startswith(".")] == []
 
 
 @pytest.mark.parametrize(
