@@ -178,11 +178,12 @@ class Run:
         try:
             for step in range(first_step + 1, num_steps + 1):
                 progress.step(self._step(trainer, step, progress))
-                self._saves.look(progress)
+                last = step == num_steps
                 stopping = self._stop.requested
-                ends = stopping or (step == num_steps and args.save_at_end)
+                ends = stopping or (last and args.save_at_end)
+                if not ends and not last:  # else what went wrong must not keep the weights back
+                    self._saves.look(progress)
                 if ends or self._saves.due(step):
-                    last = step == num_steps
                     self._save(trainer, progress, last=last and not stopping, waits=ends or last)
                 if stopping:  # what is left, such as an evaluation, is done by the next start
                     self._stop.in_time()
@@ -190,7 +191,7 @@ class Run:
                 if self._evaluation_due(step, num_steps):
                     with progress.doing("evaluating"):
                         self._evaluate(trainer, step, progress.write, progress.say)
-            self._saves.finish(progress)
+            self._finish_saves(progress)
             return True
         except BaseException as error:
             self._saves.settle(progress, error)
@@ -292,6 +293,14 @@ class Run:
                 raise
             self._saves.not_saved = error
             progress.say("the last checkpoint cannot be written; the weights are exported instead")
+
+    def _finish_saves(self, progress: Progress) -> None:
+        """After all steps: a save that fails then leaves the weights to the export."""
+        try:
+            self._saves.finish(progress)
+        except OSError as error:
+            self._saves.not_saved = error
+            progress.say("a checkpoint cannot be written; the weights are exported instead")
 
     def _extra(self) -> dict[str, Any]:
         """What a checkpoint holds beside the state."""

@@ -77,14 +77,20 @@ class Saves:
           trainer: its state.
           extra: to be kept beside the state.
           progress: told what happens.
-          waits: whether steps wait until it is written.
+          waits: whether steps wait until it is written; then it is tried though the one before
+            has failed.
 
         Raises:
-          OSError: this one, or the one before, cannot be written.
+          OSError: this one cannot be written, or without `waits` the one before.
         """
         self._last = time.monotonic()
         with progress.doing("saving a checkpoint"):
-            self.finish(progress)
+            try:
+                self.finish(progress)
+            except OSError as error:
+                if not waits:
+                    raise
+                progress.say(f"a checkpoint was not written: {error}")
             if waits or not self._args.save_beside:
                 path = trainer.save(self._folder, extra)
                 self._done(trainer.step_count)

@@ -1,7 +1,9 @@
 """When a run saves, which checkpoints stay, and what schedulers get when they stop it."""
 
 import dataclasses
+import errno
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -20,6 +22,8 @@ from slidedp_jax.planner.workload import BatchShape, Workload
 from slidedp_jax.run.arguments import TrainArguments, parse_arguments
 from slidedp_jax.run.metrics_file import best_evaluated
 from slidedp_jax.run.saving import planned_buffer_bytes, save_notes
+from slidedp_jax.train import main
+from slidedp_jax.trainer import Trainer
 
 
 def arrays_of(out):
@@ -44,6 +48,41 @@ def test_saves_beside_steps_are_those_of_steps_that_wait(inputs, tmp_path, capsy
     assert losses(tmp_path / "beside") == losses(tmp_path / "waiting")
     assert checkpoints(tmp_path / "beside") == [2, 4, 5]
     assert arrays_of(tmp_path / "beside") == arrays_of(tmp_path / "waiting")
+
+
+@pytest.mark.parametrize("save_at_end", [True, False])
+def test_a_save_that_fails_beside_the_last_step_does_not_cost_the_weights(
+    inputs, tmp_path, capsys, monkeypatch, save_at_end
+):
+    """The last checkpoint is tried all the same; where none is due, the weights are exported."""
+    out = tmp_path / "run"
+    step, begin, write = Trainer.step, Trainer.save_beside, os.pwrite
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def begin_on_a_full_disk(self, *words, **more):
+        os.pwrite = full
+        return begin(self, *words, **more)
+
+    def step_and_wait(self, batch):
+        result = step(self, batch)
+        if self.step_count == 3:
+            self._saving.wait()
+            os.pwrite = write
+        return result
+
+    monkeypatch.setattr(os, "pwrite", write)
+    monkeypatch.setattr(Trainer, "save_beside", begin_on_a_full_disk)
+    monkeypatch.setattr(Trainer, "step", step_and_wait)
+    code = main(inputs.command(out, max_steps=3, save_steps=2, save_at_end=save_at_end))
+    said, error = capsys.readouterr()
+    assert code == (0 if save_at_end else 1)
+    assert checkpoints(out) == ([3] if save_at_end else [])
+    assert (out / "export" / "model.safetensors").is_file() == (not save_at_end)
+    text = "a checkpoint was not written: " if save_at_end else "the weights are exported instead"
+    assert text in said
+    assert save_at_end or "step_00000002 cannot be written: No space left" in error
 
 
 def test_the_clock_the_best_and_every_third_decide_what_stays(inputs, tmp_path):
