@@ -11,6 +11,8 @@ import tempfile
 UNFINISHED = ".partial"
 """Ends the names of what is being written or removed; they begin with a dot."""
 
+_REMOVED = f".removed{UNFINISHED}"
+
 
 def write_whole(path: pathlib.Path, text: str) -> None:
     """Replace a file in one instant: until then the old one stays, byte for byte.
@@ -51,10 +53,12 @@ def write_new(path: pathlib.Path, text: str) -> None:
 
 def remove_whole(folder: pathlib.Path) -> None:
     """Remove a folder so that what is left of it after a cut has another, hidden name."""
-    hidden = folder.with_name(f".{folder.name}.removed{UNFINISHED}")
-    shutil.rmtree(hidden, ignore_errors=True)
-    with contextlib.suppress(FileNotFoundError):
-        folder.rename(hidden)
+    hidden = folder
+    if not folder.name.endswith(_REMOVED):
+        hidden = folder.with_name(f".{folder.name}{_REMOVED}")
+        shutil.rmtree(hidden, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):
+            folder.rename(hidden)
     shutil.rmtree(hidden, ignore_errors=True)
 
 

@@ -126,7 +126,7 @@ class ArrayWriter:
         self._lock = threading.Lock()
         self._open: dict[StoredArray, DirectFile] = {}
         for item, text in _metadata_of_items(self._arrays).items():
-            (folder / item).mkdir(parents=True)
+            (folder / item).mkdir()
             write_new(folder / item / METADATA, text)
 
     def write(self, block: Block, piece: Piece, fill: Fill) -> None:
@@ -151,7 +151,7 @@ class ArrayWriter:
         with self._lock:
             if array not in self._open:
                 place = array.file(self._folder)
-                place.folder.mkdir(parents=True)
+                place.folder.mkdir()  # its parent, too, would hide that the folder was moved away
                 write_new(place.folder / ARRAY_METADATA, place.description())
                 self._open[array] = DirectFile(place.data, write=True)
             return self._open[array]

@@ -6,7 +6,6 @@ import dataclasses
 import datetime
 import itertools
 import pathlib
-import shutil
 from typing import Any
 
 from slidedp_jax.checkpoint.retention import list_steps
@@ -18,7 +17,7 @@ from slidedp_jax.run.metrics_file import drop_after
 from slidedp_jax.run.record import NAME, read_run, write_run
 from slidedp_jax.run.replaced import ReplacedRun
 from slidedp_jax.run.writable import make_writable, remove_if_empty
-from slidedp_jax.whole_files import UNFINISHED
+from slidedp_jax.whole_files import UNFINISHED, remove_whole
 
 BEGINS_ANEW = "the run in output_dir left no checkpoint: it begins anew"
 
@@ -157,11 +156,11 @@ def _exported(root: pathlib.Path) -> bool:
 
 
 def _remove_leftovers(root: pathlib.Path) -> None:
-    """What was being written or removed when a process ended."""
+    """What was being written or removed when a process ended, or is written until it ends."""
     leftovers = [folder.glob(f".*{UNFINISHED}") for folder in (root, root / "checkpoints")]
-    for path in itertools.chain(*leftovers):
+    for path in list(itertools.chain(*leftovers)):
         if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
+            remove_whole(path)  # a save that goes on must not give it a name when half is gone
         else:
             path.unlink(missing_ok=True)
 

@@ -54,6 +54,8 @@ class ReplacedRun:
             # Removed before the first one comes back: a second try must not take that for new.
             self._complete.unlink()
         for path in list(self._aside.iterdir()):
+            if path.is_dir():  # a save that goes on may have made the new one again
+                remove_whole(self._root / path.name)
             path.rename(self._root / path.name)
         self._aside.rmdir()
 

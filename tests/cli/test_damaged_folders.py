@@ -1,5 +1,6 @@
 """Run folders that were cut, damaged or are to be overwritten: nothing is lost, all is named."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -8,12 +9,16 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from lanes import mostly_thorough
 from runs import ROOT, checkpoints, differing, losses, metrics, state, tree_of, wait_for
 
+from slidedp_jax.checkpoint.array_streams import for_each_piece, pieces_of
 from slidedp_jax.checkpoint.retention import Retention, list_steps
-from slidedp_jax.run.folder import _tidy
+from slidedp_jax.checkpoint.save_restore import _write_checkpoint
+from slidedp_jax.checkpoint.stored_arrays import StoredArray
+from slidedp_jax.run.folder import _remove_leftovers, _tidy
 from slidedp_jax.run.replaced import ReplacedRun
 from slidedp_jax.train import main
 from slidedp_jax.trainer import Trainer
@@ -388,6 +393,40 @@ def test_setting_aside_is_undone_from_any_point(finished, tmp_path, monkeypatch,
                 continue
     _tidy(out)
     assert tree_of(out) == before
+
+
+def test_what_a_save_writes_behind_the_old_run_does_not_keep_it_away(finished, tmp_path):
+    out = shutil.copytree(finished, tmp_path / "run")
+    before = tree_of(out)
+    old = ReplacedRun(out)
+    old.set_aside()
+    (out / ".replaced_run" / "set_aside").unlink()  # as `bring_back` does
+    (out / "checkpoints" / ".step_00000008.partial" / "item").mkdir(parents=True)
+    old.bring_back()
+    assert tree_of(out) == before and not old.is_aside
+
+
+@pytest.mark.parametrize("last_piece", [False, True])
+def test_a_save_goes_wrong_whose_folder_is_tidied_away(tmp_path, monkeypatch, last_piece):
+    """At any moment: it never gives its name to the half that is left."""
+    array = StoredArray(item="one", name="a", number=None, shape=(3,), dtype=np.dtype("f4"))
+    other = dataclasses.replace(array, name="b")
+    folder = tmp_path / "checkpoints"
+
+    def write(writer):
+        for_each_piece(lambda block, piece: writer.write(block, piece, fill), pieces_of([array]))
+        if not last_piece:
+            _remove_leftovers(tmp_path)
+        for_each_piece(lambda block, piece: writer.write(block, piece, fill), pieces_of([other]))
+        if last_piece:
+            _remove_leftovers(tmp_path)
+
+    def fill(_, start, out):
+        out[:] = start
+
+    with pytest.raises(FileNotFoundError):
+        _write_checkpoint(folder / "step_00000002", {}, [array, other], write)
+    assert list(folder.iterdir()) == []
 
 
 def test_a_failed_save_leaves_no_disk_full_of_pieces(inputs, tmp_path, capsys, monkeypatch):
