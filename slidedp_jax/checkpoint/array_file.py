@@ -6,7 +6,8 @@
                                     them zeros up to whole pieces, then where each piece begins
 
 A reader that wants a part of an array reads the pieces of whole rows that hold it (the codec
-`sharding_indexed`). Pieces follow each other without gaps, so the file begins with the array.
+`sharding_indexed`). Pieces follow each other without gaps, so the file begins with the array. One
+without elements has a single piece, whose place says that it is missing.
 
 Sources: the Zarr v3 specification and its codec `sharding_indexed`; of Orbax, the names of folders
 and the content of `_METADATA` (a test has plain Orbax read them).
@@ -31,6 +32,9 @@ BYTES_PER_PIECE = 1 << 26
 
 METADATA = "_METADATA"
 ARRAY_METADATA = "zarr.json"
+
+_MISSING = 2**64 - 1
+"""The place of a piece that is not there."""
 
 _DICT_KEY = 2
 """How Orbax says that a level of its tree is a dictionary."""
@@ -73,6 +77,8 @@ class ArrayFile:
     @cached_property
     def pieces(self) -> tuple[int, ...]:
         """Shape of a piece: whole rows, as many as `BYTES_PER_PIECE` allow."""
+        if not self.num_elements:
+            return tuple(max(1, length) for length in self.shape)
         piece = list(self.shape)
         for axis, length in enumerate(self.shape):
             row = math.prod(self.shape[axis + 1 :]) * self.dtype.itemsize
@@ -92,20 +98,25 @@ class ArrayFile:
     @cached_property
     def tail(self) -> bytes:
         """What comes behind the values: zeros up to whole pieces, then their places."""
-        counts = [-(-n // piece) for n, piece in zip(self.shape, self.pieces, strict=True)]
         piece_bytes = math.prod(self.pieces) * self.dtype.itemsize
-        number = math.prod(counts)
+        number = math.prod(self._counts)
         places = np.empty((number, 2), "<u8")
         places[:, 0] = np.arange(number) * piece_bytes
         places[:, 1] = piece_bytes
+        if not self.num_elements:
+            places[:] = _MISSING
         index = places.tobytes()
-        fill = number * piece_bytes - self.num_bytes
+        fill = number * piece_bytes - self.num_bytes if self.num_elements else 0
         return bytes(fill) + index + crc32c(index).to_bytes(4, "little")
+
+    @property
+    def _counts(self) -> list[int]:
+        """Pieces along each axis."""
+        return [max(1, -(-n // piece)) for n, piece in zip(self.shape, self.pieces, strict=True)]
 
     def description(self) -> str:
         """The text of `zarr.json`."""
-        counts = [-(-n // piece) for n, piece in zip(self.shape, self.pieces, strict=True)]
-        whole = [n * piece for n, piece in zip(counts, self.pieces, strict=True)]
+        whole = [n * piece for n, piece in zip(self._counts, self.pieces, strict=True)]
         little_endian = {"name": "bytes", "configuration": {"endian": "little"}}
         sharding = {
             "chunk_shape": list(self.pieces),

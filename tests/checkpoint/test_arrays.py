@@ -110,6 +110,22 @@ def test_arrays_come_back_and_orbax_reads_them(small_blocks, tmp_path):
         assert found.tobytes() == own.tobytes()
 
 
+def test_arrays_without_elements_come_back_too(tmp_path):
+    values = {}
+    for number, shape in enumerate([(0,), (3, 0), (0, 5)]):
+        array = StoredArray(
+            item="item", name=f"empty.{number}", number=None, shape=shape, dtype=np.dtype("f4")
+        )
+        values[array] = np.empty(shape, np.float32)
+    sums = write_all(tmp_path, values)
+    for array, found in read_all(tmp_path, list(values), sums).items():
+        assert found.size == 0 and sums[array.name] == {"master": 0}
+    tree = ocp.PyTreeCheckpointer().restore(tmp_path / "item")
+    for array in values:
+        found = np.asarray(tree[array.name]["master"])
+        assert (found.dtype, found.shape) == (array.dtype, array.shape)
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_pieces_hold_whole_rows_without_gaps(small_blocks, shape):
     array = ArrayFile(folder=None, shape=shape, dtype=np.dtype(SHAPES[shape]))
