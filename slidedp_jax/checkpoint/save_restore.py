@@ -229,10 +229,15 @@ def restore(gate: StateGate, model: StreamedModel, checkpoint: pathlib.Path) -> 
                     f"{checkpoint} has no {item.name}: it is of another model or damaged"
                 )
         _check_names(checkpoint, arrays)
-        gate.take_kernel_form(form_to_go_on_with(record))
-        if gate.holds_weights:
-            _read_arrays(checkpoint, record, arrays, lambda *_: None)
-        rounding = gate.rounding_to_go_on_with(recorded_rounding(checkpoint, record))
+        before = gate.kernel_form
+        gate.take_kernel_form(form_to_go_on_with(record))  # which may be refused: before arrays
+        try:
+            if gate.holds_weights:
+                _read_arrays(checkpoint, record, arrays, lambda *_: None)
+            rounding = gate.rounding_to_go_on_with(recorded_rounding(checkpoint, record))
+        except BaseException:
+            gate.take_kernel_form(before)
+            raise
         with gate.writing(rounding) as writer:
             _read_arrays(checkpoint, record, arrays, into_state(writer))
             writer.finish(record["step"], shared_state(checkpoint, record))

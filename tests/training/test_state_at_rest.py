@@ -211,6 +211,24 @@ def test_the_kernel_form_of_the_checkpoint_is_taken(tmp_path):
         np.testing.assert_array_equal(resumed[name], values, err_msg=name)
 
 
+def test_a_refused_checkpoint_leaves_the_kernel_form(tmp_path):
+    def run(form):
+        return trainer(small_config(), optax.sgd(1e-2), strategy(), num_devices=1, kernel_form=form)
+
+    with run(None) as it:
+        usual = it.kernel_form
+    with run("fused" if usual != "fused" else "blocked") as it:
+        path = it.save(tmp_path)
+    data = next(path.rglob("0*"))
+    raw = bytearray(data.read_bytes())
+    raw[0] ^= 1
+    data.write_bytes(raw)
+    with run(None) as it:
+        with pytest.raises(UserError, match="damaged"):
+            it.restore(path)
+        assert it.kernel_form == usual
+
+
 def test_under_another_jax_the_form_is_todays(caplog):
     record = {"kernel_form": "blocked", "versions": {"jax": "0.3.7"}}
     assert form_to_go_on_with(record) != "blocked" or jax.__version__ >= "0.12"
