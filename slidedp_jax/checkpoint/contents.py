@@ -205,7 +205,10 @@ def _copy_arrays(
         def give(_: StoredArray, start: int, out: np.ndarray) -> None:
             out[:] = held[start - first : start - first + len(out)]
 
-        reader.read(block, piece, take)
+        try:
+            reader.read(block, piece, take)
+        except FileNotFoundError as error:  # of the checkpoint, not of the copy
+            raise ValueError(str(error)) from None
         writer.write(block, piece, give)
 
     try:

@@ -25,6 +25,7 @@ from slidedp_jax.checkpoint.array_streams import (
     for_each_piece,
     pieces_of,
 )
+from slidedp_jax.checkpoint.contents import copy
 from slidedp_jax.checkpoint.crc import crc32_of_two, crc32c
 from slidedp_jax.checkpoint.direct_io import Block, DirectFile
 from slidedp_jax.checkpoint.record import read_record
@@ -331,6 +332,16 @@ def test_changed_values_in_a_checkpoint_are_noticed(tmp_path):
     assert read_parameter_arrays(folder, stages[0])
     with pytest.raises(UserError, match=r"(?s)damaged.*other values than were saved"):
         read_parameter_arrays(folder, stage)
+
+
+def test_a_copy_names_the_checkpoint_that_lacks_a_file(tmp_path):
+    with trainer(small_config(), optax.sgd(1e-3), strategy(), num_devices=1) as it:
+        folder = it.save(tmp_path / "run")
+    lacking = next(folder.rglob("0*"))
+    lacking.unlink()
+    with pytest.raises(UserError, match=rf"^{folder} is damaged: .*{lacking}"):
+        copy(folder, tmp_path / "copy", weights_only=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_a_save_takes_no_memory_but_blocks(tmp_path):
