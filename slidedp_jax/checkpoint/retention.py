@@ -34,18 +34,31 @@ class Retention:
             kept |= {step for step in ordered if step % self.every == 0}
         return kept & set(ordered)
 
-    def apply(self, folder: pathlib.Path, best: Collection[int] = ()) -> None:
+    def apply(self, folder: pathlib.Path, best: Collection[int] = ()) -> list[OSError]:
         """Delete the other complete checkpoints of a run, and leftovers of saves.
 
         No save may be under way.
+
+        Returns:
+          Why some are still there; the next call tries again.
         """
         steps = {step_of(path): path for path in list_steps(folder)}
         kept = self.kept(steps, best)
+        errors = []
         for step, path in steps.items():
             if step not in kept:
-                remove_whole(path)
-        for path in folder.glob(f".step_*{UNFINISHED}"):
-            shutil.rmtree(path)
+                try:
+                    remove_whole(path)
+                except OSError as error:
+                    errors.append(error)
+        for path in list(folder.glob(f".step_*{UNFINISHED}")):
+            try:
+                shutil.rmtree(path)
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                errors.append(error)
+        return errors
 
 
 def list_steps(folder: pathlib.Path) -> list[pathlib.Path]:

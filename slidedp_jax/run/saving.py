@@ -93,7 +93,7 @@ class Saves:
                 progress.say(f"a checkpoint was not written: {error}")
             if waits or not self._args.save_beside:
                 path = trainer.save(self._folder, extra)
-                self._done(trainer.step_count)
+                self._done(trainer.step_count, progress)
                 progress.say(f"saved {path}")
                 return
             size = _state_bytes(trainer)
@@ -119,7 +119,7 @@ class Saves:
             return
         (saving, predicted), self._under_way = self._under_way, None
         times = saving.result()
-        self._done(step_of(saving.path))
+        self._done(step_of(saving.path), progress)
         if times.num_bytes:
             self._disk_bytes_per_s = times.num_bytes / times.seconds
         progress.say(
@@ -144,12 +144,18 @@ class Saves:
             if failure is not error:
                 progress.say(f"a checkpoint was not written: {failure}")
             return
-        self._done(step_of(saving.path))
+        self._done(step_of(saving.path), progress)
 
-    def _done(self, step: int) -> None:
+    def _done(self, step: int, progress: Progress) -> None:
+        """It is whole, so that what cannot be deleted for it is no failure of the run."""
         self.step = step
-        self._saved()
-        self._retention.apply(self._folder, self._best())
+        try:
+            self._saved()
+            errors = self._retention.apply(self._folder, self._best())
+        except OSError as error:
+            errors = [error]
+        for why in errors:
+            progress.say(f"what need not stay cannot be deleted: {why}")
 
     def _best(self) -> Collection[int]:
         if not self._args.save_best or self._rows is None:

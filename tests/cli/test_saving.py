@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 from runs import ROOT, checkpoints, losses, metrics
 
 from slidedp_jax.checkpoint.record import read_record
-from slidedp_jax.checkpoint.retention import Retention
+from slidedp_jax.checkpoint.retention import Retention, list_steps
 from slidedp_jax.errors import UserError
 from slidedp_jax.models.config import named_config
 from slidedp_jax.planner.hardware import GIB
@@ -117,6 +118,27 @@ def test_what_stays():
     assert Retention(last=1, every=10).kept(reversed(steps)) == {10, 20, 1000}
     assert Retention(last=9).kept(steps) == set(steps)
     assert Retention(last=1).kept(steps, best=[3, 7]) == {3, 1000}
+
+
+def test_what_cannot_be_deleted_is_said_and_does_not_end_the_run(
+    inputs, tmp_path, capsys, monkeypatch
+):
+    out = tmp_path / "run"
+    remove = shutil.rmtree
+
+    def refused(path, ignore_errors=False, **more):
+        if "step_00000001" not in str(path):
+            return remove(path, ignore_errors=ignore_errors, **more)
+        if not ignore_errors:
+            raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", refused)
+        inputs.train(out, max_steps=3, save_steps=1, save_total_limit=1)
+    said = capsys.readouterr().out
+    assert "what need not stay cannot be deleted: " in said and "resource busy" in said
+    assert [path.name for path in list_steps(out / "checkpoints")] == ["step_00000003"]
+    assert Retention(last=1).apply(out / "checkpoints") == [] and checkpoints(out) == [3]
 
 
 def test_the_best_is_the_lowest_of_the_same_rows_that_is_there(tmp_path):
