@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pathlib
 import shutil
@@ -12,6 +13,9 @@ UNFINISHED = ".partial"
 """Ends the names of what is being written or removed; they begin with a dot."""
 
 _REMOVED = f".removed{UNFINISHED}"
+
+_CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
+"""What network file systems say that sync no folders."""
 
 
 def write_whole(path: pathlib.Path, text: str) -> None:
@@ -63,12 +67,20 @@ def remove_whole(folder: pathlib.Path) -> None:
 
 
 def sync_folder(folder: pathlib.Path) -> None:
-    """Force the names in a folder to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    """Force the names in a folder to disk, where the file system and the folder's mode allow it.
+
+    Raises:
+      OSError: the disk fails or is full; the message names the folder.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except PermissionError:  # it may be written, but not listed
+        return
     try:
         os.fsync(descriptor)
-    except OSError:  # some network file systems cannot
-        pass
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC:
+            raise OSError(error.errno, error.strerror, str(folder)) from None
     finally:
         os.close(descriptor)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import pathlib
@@ -35,7 +36,7 @@ from slidedp_jax.checkpoint.stored_arrays import (
 from slidedp_jax.disk_room import writing
 from slidedp_jax.errors import UserError
 from slidedp_jax.jax_internals import read_arrays
-from slidedp_jax.whole_files import UNFINISHED, sync_folder
+from slidedp_jax.whole_files import UNFINISHED, remove_whole, sync_folder
 
 _COPIERS = 4
 """Threads that hold a piece each while it is copied."""
@@ -179,10 +180,12 @@ def copy(checkpoint: pathlib.Path, target: pathlib.Path, *, weights_only: bool) 
             record["checksums"] = _copy_arrays(checkpoint, unfinished, arrays, record)
             write_record(unfinished, record)
             unfinished.rename(target)
+            unfinished = target
+            sync_folder(target.parent)
         except BaseException:
-            shutil.rmtree(unfinished, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                remove_whole(unfinished)
             raise
-        sync_folder(target.parent)
     return total_bytes(arrays)
 
 

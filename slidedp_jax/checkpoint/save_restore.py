@@ -9,6 +9,7 @@ side. Everything is written into a hidden sibling folder and renamed when comple
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import shutil
 import threading
@@ -201,10 +202,12 @@ def _write_checkpoint(
                 writer.abandon()
             write_record(unfinished, record)
             unfinished.rename(target)
+            unfinished = target
+            sync_folder(target.parent)
         except BaseException:  # what is left would keep a full disk full
-            shutil.rmtree(unfinished, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                remove_whole(unfinished)
             raise
-        sync_folder(target.parent)
 
 
 def restore(gate: StateGate, model: StreamedModel, checkpoint: pathlib.Path) -> Restored:

@@ -334,6 +334,29 @@ def test_changed_values_in_a_checkpoint_are_noticed(tmp_path):
         read_parameter_arrays(folder, stage)
 
 
+@pytest.mark.parametrize(
+    ("code", "fails"),
+    [("EIO", True), ("ENOSPC", True), ("EINVAL", False), ("ENOTSUP", False), ("EBADF", False)],
+)
+def test_names_that_do_not_reach_the_disk_fail_a_save(tmp_path, monkeypatch, code, fails):
+    """The folder's own name, too; file systems that sync no folders are used all the same."""
+    number, sync = getattr(errno, code), os.fsync
+
+    def fsync(descriptor):
+        if os.readlink(f"/proc/self/fd/{descriptor}") == str(tmp_path):
+            raise OSError(number, os.strerror(number))
+        sync(descriptor)
+
+    with trainer(small_config(), optax.sgd(1e-3), strategy(), num_devices=1) as it:
+        monkeypatch.setattr(os, "fsync", fsync)
+        if fails:
+            with pytest.raises(OSError, match=os.strerror(number)):
+                it.save(tmp_path)
+            assert list(tmp_path.iterdir()) == []
+        else:
+            assert read_record(it.save(tmp_path))
+
+
 def test_a_copy_names_the_checkpoint_that_lacks_a_file(tmp_path):
     with trainer(small_config(), optax.sgd(1e-3), strategy(), num_devices=1) as it:
         folder = it.save(tmp_path / "run")
