@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 from runs import ROOT, checkpoints, losses, metrics
@@ -58,8 +59,10 @@ def test_a_save_that_fails_beside_the_last_step_does_not_cost_the_weights(
     """The last checkpoint is tried all the same; where none is due, the weights are exported."""
     out = tmp_path / "run"
     step, begin, write = Trainer.step, Trainer.save_beside, os.pwrite
+    stepped = threading.Event()
 
     def full(*_):
+        assert stepped.wait(60)  # sooner, the last step would not be taken
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def begin_on_a_full_disk(self, *words, **more):
@@ -69,6 +72,7 @@ def test_a_save_that_fails_beside_the_last_step_does_not_cost_the_weights(
     def step_and_wait(self, batch):
         result = step(self, batch)
         if self.step_count == 3:
+            stepped.set()
             self._saving.wait()
             os.pwrite = write
         return result
