@@ -490,7 +490,7 @@ def test_what_changes_the_state_waits_for_copies(tmp_path):
         assert files(path) == files(tmp_path / "beside" / path.name)
 
 
-def test_what_changes_the_state_waits_for_copies_of_frozen_chunks(tmp_path):
+def test_copies_of_frozen_chunks_are_waited_for_too(tmp_path):
     """Other weights in the place of frozen ones, and the end of the trainer."""
     tracer = Slow("copy head", 0.5)
     with start("deferred", tracer=tracer, frozen=["lm_head.*", "model.norm.*"]) as it:
