@@ -486,7 +486,7 @@ class Trainer:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             self.close()
-        except Exception as error:
+        except Exception as error:  # any, since another may be on its way
             if kind is None:
                 raise
             _LOG.error("a checkpoint was not written: %s", error)  # the other error is on its way

@@ -81,6 +81,7 @@ def main() -> int:
                     break_call(fault, call, int(number))
                 return real(self, *arguments)
 
+            # By name, since mypy forbids to assign to a method.
             setattr(Trainer, "step", step)  # noqa: B010
     return train(settings)
 

@@ -140,7 +140,7 @@ class Saves:
         (saving, _), self._under_way = self._under_way, None
         try:
             saving.result()
-        except Exception as failure:
+        except Exception as failure:  # any: the error that ends the run is to be seen, too
             if failure is not error:
                 progress.say(f"a checkpoint was not written: {failure}")
             return
