@@ -42,6 +42,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seq", type=int, default=4096, help="tokens of the step's only row")
     parser.add_argument("--resident-state", choices=["on", "off"], default="on")
     parser.add_argument("--disk-share", type=float, default=0.1, help="of the bytes, for *disk*")
+    parser.add_argument("--host-memory-budget", type=float, help="GiB")
     parser.add_argument("--folder", type=pathlib.Path, required=True)
     parser.add_argument("--out", type=pathlib.Path)
     return parser.parse_args()
@@ -142,7 +143,13 @@ def make_trainer(args: argparse.Namespace, *, restores: bool = False) -> Any:
 
     config = step_timing.model_config(args.model, args.layers)
     resident = None if args.resident_state == "on" else False
-    plan = plan_for(config, rows_per_step=1, tokens_per_row=args.seq, resident_state=resident)
+    plan = plan_for(
+        config,
+        rows_per_step=1,
+        tokens_per_row=args.seq,
+        resident_state=resident,
+        host_memory_budget_gib=args.host_memory_budget,
+    )
     model = decoder.build(config)
     trainer = slidedp_jax.Trainer(
         model,

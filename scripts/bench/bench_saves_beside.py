@@ -45,6 +45,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--buffers", nargs="+", default=[ALL, "24", "8"], help="GiB, or all")
     parser.add_argument("--steps", type=int, default=6, help="undisturbed ones")
     parser.add_argument("--most-steps", type=int, default=60, help="beside one save")
+    parser.add_argument("--host-memory-budget", type=float, help="GiB")
     parser.add_argument("--compilation-cache", help="folder of JAX's persistent compilation cache")
     parser.add_argument("--folder", type=pathlib.Path, required=True)
     parser.add_argument("--out", type=pathlib.Path)
@@ -67,6 +68,7 @@ class Steps:
             rows_per_step=args.tokens // args.seq,
             tokens_per_row=args.seq,
             resident_state=None if args.resident_state == "on" else False,
+            host_memory_budget_gib=args.host_memory_budget,
         )
         model = decoder.build(config)
         self.trainer = slidedp_jax.Trainer(
