@@ -48,7 +48,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--skew", type=float, default=0.5, help="of the logarithm of group sizes")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--seconds-per-form", type=float, default=200)
-    parser.add_argument("--platform", default=None)
+    parser.add_argument("--platform", default="auto")
     parser.add_argument("--out", type=pathlib.Path, help="writes OUT.json")
     parser.add_argument("--one-form", help=argparse.SUPPRESS)
     return parser.parse_args()

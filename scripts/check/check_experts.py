@@ -58,7 +58,7 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--platform")
+    parser.add_argument("--platform", default="auto")
     parser.add_argument("--num-devices", type=int)
     parser.add_argument("--tokens", type=int, default=512, help="of a row")
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
