@@ -20,8 +20,7 @@ from slidedp_jax.tracer import Tracer
 from slidedp_jax.update.state_snapshot import StateSnapshot
 
 _COPIERS = 8
-"""Threads that copy chunks into the buffer, each a batch; of what stays on the devices, a batch for
-each is there twice meanwhile."""
+"""Threads that copy chunks into the buffer, each a batch."""
 
 
 class SnapshotWriter:
@@ -85,7 +84,9 @@ class SnapshotWriter:
 
     def _by_chunk(self) -> list[tuple[int, list[StoredArray]]]:
         own: dict[int, list[StoredArray]] = {}
-        for array in self._arrays:
+        for array in sorted(self._arrays, key=lambda a: -1 if a.number is None else a.number):
+            # In a chunk masters, then one kind of state after the other: as these lie together,
+            # little of what is on the devices has to be in host memory at once.
             own.setdefault(self._snapshot.chunk_of(array.name), []).append(array)
         return [(chunk, own[chunk]) for chunk in self._snapshot.order if chunk in own]
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from slidedp_jax.state.layout import FlatLayout, spans
 
@@ -112,12 +112,37 @@ class DevicePartState:
                 some = out[outer][first : first + self.elements_at_once]
                 begin = inner.start + first
                 cuts = [
-                    (start, cut(own, begin + start, size, block_size))
+                    (start, _sent(cut(own, begin + start, size, block_size)))
                     for start, size in _sizes(len(some), share - begin)
                 ]
                 for start, values in cuts:
                     into = some[start : start + len(values)]
                     into[:] = np.asarray(values)[: len(into)]
+
+    def sent_to_host(self, index: int) -> list[jax.Array]:
+        """Start copying all of array `index`, of each device its share, in their order.
+
+        No program runs for it, so it waits for none that was issued before; on GPUs it takes as
+        much page-locked memory as the array is large.
+        """
+        array = self.arrays[index]
+        sharding = array.sharding
+        assert isinstance(sharding, NamedSharding)
+        return [_sent(array.addressable_data(n)) for n in range(sharding.mesh.size)]
+
+
+def _sent(values: jax.Array) -> jax.Array:
+    """Start the copy to page-locked memory, whose address NumPy then takes.
+
+    Straight into other memory, a GPU's values go at 1.3 GB/s, by a processor's work.
+    """
+    (device,) = values.devices()
+    if device.platform == "cpu":
+        return values
+    copy: jax.Array = jax.device_put(
+        values, SingleDeviceSharding(device, memory_kind="pinned_host")
+    )
+    return copy
 
 
 def _sizes(length: int, room: int) -> Iterator[tuple[int, int]]:

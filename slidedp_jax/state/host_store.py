@@ -289,9 +289,17 @@ class HostStore:
         part, slot = self._find(name)
         part.write(2 + number, slot.offset + start, values)
 
+    def resident_part(self, name: str) -> tuple[DevicePartState, int] | None:
+        """Where a parameter's state is, and its first element there.
+
+        None if it is in host memory, not on the compute devices.
+        """
+        part, slot = self._find(name)
+        return (part, slot.offset) if isinstance(part, DevicePartState) else None
+
     def is_resident(self, name: str) -> bool:
         """Whether a parameter's state stays on the compute devices."""
-        return not isinstance(self._find(name)[0], PartState)
+        return self.resident_part(name) is not None
 
     def fill(self, value: Callable[[str, tuple[int, ...]], np.ndarray]) -> None:
         """Write every parameter from `value(name, shape)`, several at a time."""

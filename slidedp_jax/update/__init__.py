@@ -5,6 +5,7 @@
 | `update_thread.py` | when which chunk is updated |
 | `state_gate.py` | the one way to the state outside a step |
 | `state_snapshot.py` | one version of it, copied while later steps go on |
+| `resident_copies.py` | of that, what lies on the devices |
 | `step_guard.py` | which steps may change the state |
 | `part_updates.py` | the update of any part of a chunk |
 | `update_kernel.py`, `kernel_form.py` | the update on blocks, in place, with the clip; its form |

@@ -17,6 +17,7 @@ import numpy as np
 from slidedp_jax.state.fences import Fences
 from slidedp_jax.state.host_store import HostStore
 from slidedp_jax.state.split_float import join_into
+from slidedp_jax.update.resident_copies import ResidentCopies
 from slidedp_jax.update.update_thread import HostOptimizer
 
 
@@ -44,6 +45,7 @@ class StateSnapshot:
             for number, layout in enumerate(store.layouts)
             for slot in layout.slots
         }
+        self._resident = ResidentCopies()
         self._held_before_s = fences.held_s
         fences.begin_snapshot(version, set(self._chunks.values()))
 
@@ -92,6 +94,8 @@ class StateSnapshot:
     def let_go(self, chunk: int) -> None:
         """The chunk has been copied; twice is once."""
         self._fences.copied(chunk, self.version)
+        for parts in self._store.chunks[chunk : chunk + 1]:  # none if the store was closed
+            self._resident.forget(parts)
 
     def abandon(self) -> None:
         """Let go of everything."""
@@ -103,14 +107,22 @@ class StateSnapshot:
 
         `out`: uint8; of a master, what `join` takes.
         """
+        place = self._store.resident_part(name)
         if number is not None:
-            spec = self._store.state_specs(name)[number]
-            self._store.read_state_into(name, number, start, out.view(spec.dtype))
+            values = out.view(self._store.state_specs(name)[number].dtype)
+            if place is None:
+                self._store.read_state_into(name, number, start, values)
+            else:
+                part, offset = place
+                self._resident.read_into(part, offset + start, {2 + number: values})
             return
         half = len(out) // 2
-        self._store.read_halves_into(
-            name, start, out[:half].view(ml_dtypes.bfloat16), out[half:].view(np.int16)
-        )
+        high, low = out[:half].view(ml_dtypes.bfloat16), out[half:].view(np.int16)
+        if place is None:
+            self._store.read_halves_into(name, start, high, low)
+        else:
+            part, offset = place
+            self._resident.read_into(part, offset + start, {0: high, 1: low})
 
     def copy_whole(self, name: str, number: int) -> np.ndarray:
         """A state array that is not flat, a fresh array."""
