@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -30,9 +31,20 @@ from slidedp_jax.state.weight_rounding import WeightRounding
 
 HOST_AXIS = "host"
 
-_ELEMENTS_AT_ONCE = 1 << 18
-"""Of a parameter, cut into halves or joined at once: these fit a core's cache, and arrays of this
-size come from memory that has been used before, where fresh pages cost as much as the work."""
+_ELEMENTS_AT_ONCE = 1 << 20
+"""Of a parameter, cut into halves or joined at once."""
+
+
+class _Halves(threading.local):
+    """Memory that each thread uses again: fresh pages cost as much as the work."""
+
+    def __init__(self) -> None:
+        self._memory = np.empty((2, _ELEMENTS_AT_ONCE), np.uint16)
+
+    def __call__(self, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """For `high` and `low` of so many elements."""
+        memory = self._memory if size <= _ELEMENTS_AT_ONCE else np.empty((2, size), np.uint16)
+        return memory[0, :size].view(jnp.bfloat16), memory[1, :size].view(np.int16)
 
 
 class PartState:
@@ -121,6 +133,7 @@ class HostStore:
         self.sharding = NamedSharding(
             self.mesh, PartitionSpec(HOST_AXIS), memory_kind="pinned_host"
         )
+        self._halves = _Halves()
         self.layouts = tuple(layouts)
         self.rounding = rounding
         self.chunks = self._allocate(state_dtypes, device_sharding)
@@ -231,7 +244,9 @@ class HostStore:
         part, slot = self._find(name)
         for done in range(0, len(out), part.elements_at_once):
             some, first = out[done : done + part.elements_at_once], start + done
-            high, low = (part.read(index, slot.offset + first, len(some)) for index in (0, 1))
+            high, low = self._halves(len(some))
+            part.read_into(0, slot.offset + first, high)
+            part.read_into(1, slot.offset + first, low)
             join_into(some, high, low, self._dither_from(name, first))
 
     def read_halves_into(self, name: str, start: int, high: np.ndarray, low: np.ndarray) -> None:
