@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
+from slidedp_jax.planner.layer_sums import LayerSums, sums_of
 from slidedp_jax.planner.workload import StageWork, Workload
 
 LARGEST_PIECE = 2**31 - 1
@@ -31,8 +33,13 @@ class ChunkWork:
     num_parameters: int
     padded_parameters: int
 
+    @cached_property
+    def sums(self) -> LayerSums:
+        """Of its stages."""
+        return sums_of(self.stages, self.padded_parameters)
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True, kw_only=True, eq=False)  # a key of caches: compared by identity
 class Chunks:
     """All chunks of a model.
 
@@ -46,20 +53,44 @@ class Chunks:
     layers: tuple[ChunkWork, ...]
     head: ChunkWork
 
-    @property
+    @cached_property
     def all(self) -> tuple[ChunkWork, ...]:
         """Chunks in forward order."""
         return (self.embed, *self.layers, self.head)
 
-    @property
+    @cached_property
     def padded_parameters(self) -> int:
         """Elements of all flat arrays of one kind."""
         return sum(chunk.padded_parameters for chunk in self.all)
 
+    @cached_property
+    def largest_layer(self) -> ChunkWork:
+        """The layer chunk with the largest arrays."""
+        return max(self.layers, key=lambda chunk: chunk.padded_parameters)
+
+    @cached_property
+    def kinds(self) -> tuple[ChunkWork, ...]:
+        """The first layer chunk of each kind."""
+        return tuple({chunk.kind: chunk for chunk in reversed(self.layers)}.values())
+
+    @cached_property
+    def kinds_of_layers(self) -> tuple[StageWork, ...]:
+        """Layers that differ."""
+        return tuple(dict.fromkeys(stage for chunk in self.kinds for stage in chunk.stages))
+
+    @cached_property
+    def sums_below(self) -> tuple[LayerSums, ...]:
+        """Of the lowest layer chunks: of none, of one and so on to all."""
+        return tuple(itertools.accumulate((c.sums for c in self.layers), initial=LayerSums()))
+
     def fit_pieces(self, num_host_devices: int) -> bool:
         """Whether each host device can update its piece of every chunk."""
-        largest = max(chunk.padded_parameters for chunk in self.all)
-        return largest // num_host_devices <= LARGEST_PIECE
+        return self.largest // num_host_devices <= LARGEST_PIECE
+
+    @cached_property
+    def largest(self) -> int:
+        """Elements of the largest chunk's array."""
+        return max(chunk.padded_parameters for chunk in self.all)
 
 
 def blocks_of_rows(row_size: int, block_size: int) -> int:

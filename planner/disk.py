@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from slidedp_jax.planner.hardware import size_text
-from slidedp_jax.planner.memory import MASTER_BYTES
+from slidedp_jax.planner.training_state import MASTER_BYTES
 
 ExportDtype = Literal["bfloat16", "float16", "float32"]
 EXPORT_BYTES: dict[ExportDtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4}

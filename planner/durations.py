@@ -14,8 +14,8 @@ from slidedp_jax.planner import sliced_head
 from slidedp_jax.planner.chunking import Chunks, ChunkWork, chunk_stages
 from slidedp_jax.planner.flops import matmul_forward_flops
 from slidedp_jax.planner.hardware import HardwareProfile
-from slidedp_jax.planner.memory import ADAMW_STATE_BYTES, MASTER_BYTES
 from slidedp_jax.planner.strategy import Strategy
+from slidedp_jax.planner.training_state import ADAMW_STATE_BYTES, MASTER_BYTES
 from slidedp_jax.planner.workload import BatchShape, StageWork, Workload
 
 ATTENTION_BACKWARD = 2.5

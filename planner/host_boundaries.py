@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from slidedp_jax.planner.device_phases import FRAGMENTATION
 from slidedp_jax.planner.job import Job
-from slidedp_jax.planner.memory import FRAGMENTATION, MemoryUse
+from slidedp_jax.planner.memory import MemoryUse
 from slidedp_jax.planner.strategy import Strategy
 from slidedp_jax.planner.workload import BatchShape, Workload
 

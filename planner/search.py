@@ -23,9 +23,10 @@ from slidedp_jax.planner.host_boundaries import (
 )
 from slidedp_jax.planner.job import Alternative, Job
 from slidedp_jax.planner.limits import Limit, LimitName
-from slidedp_jax.planner.memory import ADAMW_STATE_BYTES, MemoryUse
+from slidedp_jax.planner.memory import MemoryUse
 from slidedp_jax.planner.spare_memory import keeping_most, relieving_host, with_state_on_devices
 from slidedp_jax.planner.strategy import UPDATE_POLICIES, Strategy, UpdatePolicy
+from slidedp_jax.planner.training_state import ADAMW_STATE_BYTES
 from slidedp_jax.planner.workload import BatchShape, Workload
 from slidedp_jax.wording import counted
 

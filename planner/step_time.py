@@ -27,9 +27,9 @@ from dataclasses import dataclass
 from slidedp_jax.planner.durations import ChunkDurations, chunk_durations
 from slidedp_jax.planner.flops import utilization
 from slidedp_jax.planner.hardware import HardwareProfile
-from slidedp_jax.planner.memory import ADAMW_STATE_BYTES
 from slidedp_jax.planner.strategy import BOUNDARIES_IN_FLIGHT, GRADIENTS_IN_FLIGHT, Strategy
 from slidedp_jax.planner.timeline import LANES, Lane, Task, Timeline, simulate
+from slidedp_jax.planner.training_state import ADAMW_STATE_BYTES
 from slidedp_jax.planner.workload import BatchShape, Workload
 
 NUM_SIMULATED_STEPS = 5

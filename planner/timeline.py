@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Lane = Literal["h2d", "compute", "d2h", "host_update"]
 LANES: tuple[Lane, ...] = ("h2d", "compute", "d2h", "host_update")
@@ -20,9 +20,8 @@ _BY_PRIORITY: frozenset[Lane] = frozenset({"host_update"})
 """Lanes that take the first task in order among those that can start; others wait their turn."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Task:
-    """Work for one lane.
+class Task(NamedTuple):
+    """Work for one lane; a tuple, since a search makes hundreds of thousands of them.
 
     Attributes:
       lane: where it runs.
@@ -75,113 +74,127 @@ def simulate(tasks: Sequence[Task], capacities: Mapping[str, float]) -> Timeline
     return _Simulation(tasks, capacities).run()
 
 
+_LANE_INDEX = {lane: index for index, lane in enumerate(LANES)}
+_COMPUTE, _IDLE, _DONE_S = _LANE_INDEX["compute"], -1, 1e-12
+
+
 class _Simulation:
-    """State of one run."""
+    """State of one run. Lanes are numbers here, in the order of `LANES`."""
 
     def __init__(self, tasks: Sequence[Task], capacities: Mapping[str, float]):
         self._tasks = tasks
         self._capacities = capacities
-        self._blockers = [len(set(task.after)) for task in tasks]
+        self._lanes = [_LANE_INDEX[task.lane] for task in tasks]
+        self._blockers = [len(task.after) for task in tasks]
         self._followers: list[list[int]] = [[] for _ in tasks]
-        for index, task in enumerate(tasks):
-            for before in set(task.after):
+        self._queues: list[list[int]] = [[] for _ in LANES]
+        kinds: dict[tuple[tuple[str, float], ...], int] = {}
+        self._kinds = []  # equal for tasks with equal demands
+        for index, (task, lane) in enumerate(zip(tasks, self._lanes, strict=True)):
+            for before in task.after:
                 self._followers[before].append(index)
-        self._queues: dict[Lane, list[int]] = {lane: [] for lane in LANES}
-        for index in sorted(range(len(tasks)), key=lambda i: tasks[i].order, reverse=True):
-            self._queues[tasks[index].lane].append(index)
+            self._queues[lane].append(index)
+            self._kinds.append(kinds.setdefault(tuple(task.demands.items()), len(kinds)))
+        self._demands = [dict(kind) for kind in kinds]
+        self._by_priority = [lane in _BY_PRIORITY for lane in LANES]
         self._ready: list[tuple[tuple[int, ...], int]] = []
-        for index, task in enumerate(tasks):
-            if task.lane in _BY_PRIORITY and not self._blockers[index]:
-                heapq.heappush(self._ready, (task.order, index))
-        self._running: dict[Lane, int] = {}
+        for lane, queue in enumerate(self._queues):
+            if self._by_priority[lane]:
+                self._ready += [(tasks[i].order, i) for i in queue if not self._blockers[i]]
+            queue.sort(key=lambda index: tasks[index].order, reverse=True)
+        heapq.heapify(self._ready)
+        self._running = [_IDLE] * len(LANES)
         self._left = [task.work_s for task in tasks]
         self._starts = [0.0] * len(tasks)
         self._ends = [-1.0] * len(tasks)
         self._waits: list[tuple[float, float, Lane]] = []
+        self._speeds: dict[tuple[int, ...], tuple[float, ...]] = {}
         self._now = 0.0
 
     def run(self) -> Timeline:
         remaining = len(self._tasks)
         while remaining:
             self._start_tasks()
-            if not self._running:
-                raise ValueError("tasks wait for one another; check `after` against `order`.")
             remaining -= self._advance()
         return Timeline(
             starts=tuple(self._starts), ends=tuple(self._ends), waits=tuple(self._waits)
         )
 
     def _start_tasks(self) -> None:
-        for lane in LANES:
-            if lane in self._running:
+        running, blockers = self._running, self._blockers
+        for lane, queue in enumerate(self._queues):
+            if running[lane] >= 0:
                 continue
-            if lane in _BY_PRIORITY:
+            if self._by_priority[lane]:
                 if not self._ready:
                     continue
                 index = heapq.heappop(self._ready)[1]
-            else:
-                queue = self._queues[lane]
-                if not queue or self._blockers[queue[-1]]:
-                    continue
+            elif queue and not blockers[queue[-1]]:
                 index = queue.pop()
-            self._running[lane] = index
+            else:
+                continue
+            running[lane] = index
             self._starts[index] = self._now
 
     def _advance(self) -> int:
         """To the end of the task that ends first; returns the number of tasks that ended."""
-        running = list(self._running.values())
-        speeds = self._speeds(running)
-        step = min(self._left[i] / speeds[i] for i in running)
-        self._note_wait(self._now + step)
+        kinds, left = self._kinds, self._left
+        running = [index for index in self._running if index >= 0]
+        if not running:
+            raise ValueError("tasks wait for one another; check `after` against `order`.")
+        key = tuple([kinds[index] for index in running])
+        speeds = self._speeds.get(key)
+        if speeds is None:
+            speeds = self._speeds[key] = self._speeds_of([self._demands[kind] for kind in key])
+        step = min([left[index] / speed for index, speed in zip(running, speeds, strict=True)])
+        if self._running[_COMPUTE] < 0 and step > 0:
+            self._note_wait(self._now + step)
         self._now += step
         ended = 0
-        for index in running:
-            self._left[index] -= step * speeds[index]
-            if self._left[index] <= 1e-12:
+        for index, speed in zip(running, speeds, strict=True):
+            left[index] -= step * speed
+            if left[index] <= _DONE_S:
                 self._end(index)
                 ended += 1
         return ended
 
     def _end(self, index: int) -> None:
         self._ends[index] = self._now
-        del self._running[self._tasks[index].lane]
+        self._running[self._lanes[index]] = _IDLE
+        blockers = self._blockers
         for follower in self._followers[index]:
-            self._blockers[follower] -= 1
-            task = self._tasks[follower]
-            if not self._blockers[follower] and task.lane in _BY_PRIORITY:
-                heapq.heappush(self._ready, (task.order, follower))
+            blockers[follower] -= 1
+            if not blockers[follower] and self._by_priority[self._lanes[follower]]:
+                heapq.heappush(self._ready, (self._tasks[follower].order, follower))
 
-    def _speeds(self, running: Sequence[int]) -> dict[int, float]:
-        """Share of full speed of each running task: what its scarcest resource leaves."""
+    def _speeds_of(self, running: Sequence[Mapping[str, float]]) -> tuple[float, ...]:
+        """Share of full speed for each of the demands: what its scarcest resource leaves."""
         demanded: dict[str, float] = {}
-        for index in running:
-            for resource, rate in self._tasks[index].demands.items():
+        for demands in running:
+            for resource, rate in demands.items():
                 demanded[resource] = demanded.get(resource, 0.0) + rate
         shares = {
             resource: min(1.0, self._capacities[resource] / rate)
             for resource, rate in demanded.items()
             if rate > 0
         }
-        return {
-            index: min(
-                (shares[r] for r, rate in self._tasks[index].demands.items() if rate > 0),
-                default=1.0,
-            )
-            for index in running
-        }
+        return tuple(
+            min((shares[r] for r, rate in demands.items() if rate > 0), default=1.0)
+            for demands in running
+        )
 
     def _note_wait(self, until: float) -> None:
-        queue = self._queues["compute"]
-        if "compute" not in self._running and queue and until > self._now:
-            self._waits.append((self._now, until, self._blamed(queue[-1])))
+        queue = self._queues[_COMPUTE]
+        if queue:
+            self._waits.append((self._now, until, LANES[self._blamed(queue[-1])]))
 
-    def _blamed(self, index: int) -> Lane:
+    def _blamed(self, index: int) -> int:
         """The lane whose running task holds up a waiting one."""
         while True:
             before = next((i for i in self._tasks[index].after if self._ends[i] < 0), None)
             if before is None:  # its turn has not come: its own lane is busy
-                return self._tasks[index].lane
-            lane = self._tasks[before].lane
-            if before in self._running.values() or (lane in self._running):
+                return self._lanes[index]
+            lane = self._lanes[before]
+            if self._running[lane] >= 0:
                 return lane
-            index = before if lane in _BY_PRIORITY else self._queues[lane][-1]
+            index = before if self._by_priority[lane] else self._queues[lane][-1]

@@ -8,6 +8,7 @@ operation counts are known. Letters: D hidden, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from slidedp_jax.models.config import ModelConfig
 from slidedp_jax.planner.flops import matmul_forward_flops, model_flops
@@ -52,7 +53,15 @@ class Workload:
         if not self.layers:
             raise ValueError(f"workload {self.name!r} has no layers; a decoder has at least one.")
 
-    @property
+    def __hash__(self) -> int:
+        """Computed once: many caches are keyed by workloads, and layers are many."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.name, self.embed, self.layers, self.head, self.vocab_size))
+
+    @cached_property
     def num_parameters(self) -> int:
         """All parameters, a tied matrix counted once."""
         return sum(stage.num_parameters for stage in self.stages)
@@ -67,7 +76,7 @@ class Workload:
         own = self.own_loss_tokens
         return int(min(strategy_says if own is None else own, microbatch_tokens))
 
-    @property
+    @cached_property
     def stages(self) -> tuple[StageWork, ...]:
         """All stages in forward order."""
         return (self.embed, *self.layers, self.head)

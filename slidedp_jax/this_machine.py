@@ -14,11 +14,11 @@ from slidedp_jax.planner.candidates import Choices
 from slidedp_jax.planner.errors import PlanError
 from slidedp_jax.planner.hardware import GIB, ComputeDtype, HardwareProfile
 from slidedp_jax.planner.host_memory import available_host_memory
-from slidedp_jax.planner.memory import ADAMW_STATE_BYTES
 from slidedp_jax.planner.presets import profile_of_kind
 from slidedp_jax.planner.search import Plan, plan
 from slidedp_jax.planner.stated_machine import Stated, machine
 from slidedp_jax.planner.strategy import Strategy, UpdatePolicy
+from slidedp_jax.planner.training_state import ADAMW_STATE_BYTES
 from slidedp_jax.planner.workload import BatchShape, Workload
 from slidedp_jax.process import current_setup
 

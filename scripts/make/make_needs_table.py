@@ -22,11 +22,11 @@ from slidedp_jax.planner.candidates import Choices
 from slidedp_jax.planner.disk import disk_use
 from slidedp_jax.planner.errors import PlanError
 from slidedp_jax.planner.hardware import GIB, HardwareProfile
-from slidedp_jax.planner.memory import ADAMW_STATE_BYTES
 from slidedp_jax.planner.optimizers import OptimizerName, state_bytes
 from slidedp_jax.planner.presets import PRESETS
 from slidedp_jax.planner.process_limits import DEVICE_MEMORY_FRACTION
 from slidedp_jax.planner.search import Plan, plan
+from slidedp_jax.planner.training_state import ADAMW_STATE_BYTES
 from slidedp_jax.planner.workload import BatchShape, Workload
 
 README = Path(__file__).resolve().parents[2] / "README.md"

@@ -12,7 +12,8 @@ from terminal import Screen, run_in_terminal
 
 from slidedp_jax.models.config import named_config
 from slidedp_jax.planner.chunking import chunk_stages
-from slidedp_jax.planner.memory import device_phases, memory_use
+from slidedp_jax.planner.device_phases import device_phases
+from slidedp_jax.planner.memory import memory_use
 from slidedp_jax.planner.presets import PRESETS
 from slidedp_jax.planner.strategy import Strategy
 from slidedp_jax.planner.words import CATEGORY_WORDS, PHASE_WORDS

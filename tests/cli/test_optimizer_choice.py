@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from runs import losses
 
-from slidedp_jax.planner.memory import ADAMW_STATE_BYTES
+from slidedp_jax.planner.training_state import ADAMW_STATE_BYTES
 from slidedp_jax.run.arguments import TrainArguments
 from slidedp_jax.run.optimizers import make_optimizer, state_bytes
 from slidedp_jax.train import main

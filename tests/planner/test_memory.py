@@ -8,14 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slidedp_jax.models.config import ModelConfig, named_config
-from slidedp_jax.planner import memory
+from slidedp_jax.planner import device_phases as phases_file
+from slidedp_jax.planner import device_sizes, host_use
 from slidedp_jax.planner.chunking import chunk_stages, padded_size
+from slidedp_jax.planner.device_phases import device_phases, packed_attention_bytes
 from slidedp_jax.planner.hardware import GIB, MIB
-from slidedp_jax.planner.memory import device_phases, memory_use, packed_attention_bytes
+from slidedp_jax.planner.memory import memory_use
 from slidedp_jax.planner.pinned_pool import pool_regions
 from slidedp_jax.planner.presets import named_hardware
 from slidedp_jax.planner.search import plan
-from slidedp_jax.planner.strategy import Strategy
+from slidedp_jax.planner.strategy import GRADIENTS_IN_FLIGHT, Strategy
 from slidedp_jax.planner.workload import BatchShape, StageWork, Workload
 
 # Groups: 30 decayed + 3 not, in blocks of 4 over 2 host devices: 8 + 1 = 9 -> 10 blocks = 40.
@@ -67,7 +69,8 @@ def test_each_gradient_more_in_flight_is_counted_wherever_gradients_leave(monkey
     workload = _workload(3, tied=True)
     chunks = chunk_stages(workload, 2, 4, 2)
     now = device_phases(workload, chunks, BATCH, STRATEGY, 1)
-    monkeypatch.setattr(memory, "GRADIENTS_IN_FLIGHT", memory.GRADIENTS_IN_FLIGHT + 1)
+    for file in (phases_file, device_sizes):
+        monkeypatch.setattr(file, "GRADIENTS_IN_FLIGHT", GRADIENTS_IN_FLIGHT + 1)
     more = device_phases(workload, chunks, BATCH, STRATEGY, 1)
     added = {name: sum(more[name].values()) - sum(now[name].values()) for name in now}
     wire = 2 * 72
@@ -315,7 +318,8 @@ def test_the_pool_has_room_for_what_else_is_copied():
 def test_the_pool_is_made_for_gradients_in_the_order_of_backward(monkeypatch):
     """The head's first, the embedding's last; those of resident chunks do not travel."""
     asked = []
-    monkeypatch.setattr(memory, "pool_regions", lambda requests: asked.append(requests) or (7,))
+    monkeypatch.setattr(host_use, "pool_regions", lambda requests: asked.append(requests) or (7,))
+    host_use._pool.cache_clear()
     workload = _workload(8, tied=True)
     for resident_chunks in (0, 2):
         strategy = replace(STRATEGY, resident_chunks=resident_chunks)
@@ -323,6 +327,7 @@ def test_the_pool_is_made_for_gradients_in_the_order_of_backward(monkeypatch):
         assert use.pinned_pool_bytes == 7
     # Blocks of 4 on 2 devices: embed 40, four chunks of two layers 72, head 8; 2 bytes each.
     assert asked == [[16, *[144] * 4, 80], [16, *[144] * 3]]
+    host_use._pool.cache_clear()
 
 
 @given(st.lists(st.floats(1, 4 * GIB), min_size=1, max_size=40))

@@ -6,9 +6,11 @@ import pytest
 
 from slidedp_jax.models.config import named_config
 from slidedp_jax.planner.chunking import chunk_stages, padded_size
+from slidedp_jax.planner.device_phases import device_phases
+from slidedp_jax.planner.device_sizes import LOGITS_COPIES
 from slidedp_jax.planner.durations import chunk_durations
 from slidedp_jax.planner.hardware import GIB
-from slidedp_jax.planner.memory import LOGITS_COPIES, device_phases, memory_use
+from slidedp_jax.planner.memory import memory_use
 from slidedp_jax.planner.presets import named_hardware
 from slidedp_jax.planner.search import plan
 from slidedp_jax.planner.sliced_head import slice_counts, with_slices

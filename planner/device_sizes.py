@@ -1,0 +1,240 @@
+"""Bytes of the arrays on one device that the phases of a step are made of (`device_phases.py`)."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from slidedp_jax.planner import sliced_head
+from slidedp_jax.planner.chunking import Chunks, ChunkWork
+from slidedp_jax.planner.layer_sums import LayerSums
+from slidedp_jax.planner.strategy import GRADIENTS_IN_FLIGHT, SLOTS_BESIDE_PREFETCH, Strategy
+from slidedp_jax.planner.workload import BatchShape, StageWork, Workload
+
+LOGITS_COPIES = 1
+"""fp32 arrays [loss chunk, V] alive at once: what is made of the logits takes their place."""
+
+OWN_LOGITS_COPIES = 3
+"""The same of a loss of the user's own: logits, their exponentials, their gradient."""
+
+BATCH_ARRAYS = 4
+"""int32 arrays [rows, T]: inputs, targets, positions, segments."""
+
+
+class DeviceSizes:
+    """Bytes of the arrays that the phases are made of, on one device."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        chunks: Chunks,
+        batch: BatchShape,
+        strategy: Strategy,
+        num_devices: int,
+    ):
+        self._strategy = strategy
+        self._gathers = strategy.weight_route == "shard_all_gather"
+        self._scatters = strategy.gradient_route == "reduce_scatter"
+        self._num_devices = num_devices
+        self.chunks = chunks
+        self.tied = workload.tied
+        self._workload = workload
+        # cuDNN keeps the statistics of packed rows, in fp32, once per document of a row.
+        documents = batch.documents_per_row
+        packed = documents is not None and strategy.compute_dtype != "float32"
+        self._more_statistics = 2 * (max(2, documents or 0) - 1) if packed else 0
+        self._tokens = strategy.rows_per_microbatch * batch.seq_length
+        block = strategy.layer_block_tokens or batch.seq_length
+        self._tokens_at_once = strategy.rows_per_microbatch * min(block, batch.seq_length)
+        self.largest_layer = chunks.largest_layer
+        tokens_on_device = self._tokens * strategy.num_microbatches
+        self.batch_arrays = 4.0 * BATCH_ARRAYS * tokens_on_device
+        self.boundary_microbatch = float(
+            self._tokens * workload.hidden_size * strategy.compute_bytes
+        )
+        self.boundary = strategy.num_microbatches * self.boundary_microbatch
+        arriving = strategy.upload_bytes * float(self.largest_layer.padded_parameters)
+        if self._gathers:
+            arriving /= num_devices
+        self.inputs = self.inputs_below(len(chunks.layers))
+        self.prefetched = strategy.prefetch_depth * arriving
+        self.window = self.prefetched + SLOTS_BESIDE_PREFETCH * self.weights(self.largest_layer)
+
+    def inputs_below(self, num_chunks: int) -> int:
+        """Inputs of so many of the lowest layer chunks that are on a device."""
+        return self._strategy.boundaries_on_device(num_chunks)
+
+    def weights(self, chunk: ChunkWork) -> float:
+        """Weights of a chunk in the compute dtype."""
+        return float(self._strategy.compute_bytes * chunk.padded_parameters)
+
+    def wire(self, chunk: ChunkWork) -> float:
+        """One device's part of a gradient on its way to the host."""
+        whole = float(self._strategy.gradient_bytes * chunk.padded_parameters)
+        return whole / self._num_devices if self._scatters else whole
+
+    def share(self, chunk: ChunkWork) -> float:
+        """One device's share of a summed gradient."""
+        return float(self._strategy.gradient_bytes * chunk.padded_parameters) / self._num_devices
+
+    def gradient(self, chunk: ChunkWork) -> float:
+        """A gradient as it comes out of the backward pass, and the fp32 sum over microbatches."""
+        compute = self._strategy.compute_bytes
+        per_parameter = compute if self._strategy.num_microbatches == 1 else compute + 4
+        return float(per_parameter * chunk.num_parameters)
+
+    def packing(self, chunk: ChunkWork) -> float:
+        """A gradient as trees, packed, and in fp32 where the devices sum it."""
+        accumulated = self._strategy.compute_bytes if self._strategy.num_microbatches == 1 else 4
+        widened = 4 if self._scatters and self._num_devices > 1 and accumulated < 4 else 0
+        return float(
+            accumulated * chunk.num_parameters + (accumulated + widened) * chunk.padded_parameters
+        )
+
+    def summed_beside(self, chunk: ChunkWork) -> float:
+        """The same of a chunk whose gradient is summed while the one below runs backward."""
+        return self.packing(chunk) if self._scatters and self._num_devices > 1 else 0.0
+
+    def per_microbatch(self, attribute: str) -> float:
+        """The largest layer's elements of one kind for the tokens of one microbatch.
+
+        Or, where it runs in blocks of tokens, for those of one block.
+        """
+        largest = max(getattr(stage, attribute) for stage in self.chunks.kinds_of_layers)
+        return float(self._tokens_at_once * self._strategy.compute_bytes * largest)
+
+    @cached_property
+    def num_kept(self) -> int:
+        """Layer chunks whose results are kept."""
+        return min(self._strategy.kept_chunks, len(self.chunks.layers))
+
+    def residuals_of(self, index: int) -> float:
+        """What backward of a layer chunk makes anew of a microbatch; if kept, what is not kept."""
+        largest = max(chunk.sums.residual_elements for chunk in self.chunks.kinds)
+        if index >= len(self.chunks.layers) - self.num_kept:
+            largest = max(0, largest - self.chunks.layers[index].sums.kept_elements)
+        elements = float(self._tokens_at_once * largest)
+        if self._strategy.layer_block_tokens:  # of the other layers of a chunk, their inputs
+            elements = self._in_blocks()
+        return self._strategy.compute_bytes * elements
+
+    def _in_blocks(self) -> float:
+        """Elements of one block, and of whole rows: attention, and inputs of the layers above."""
+        hidden = self._workload.hidden_size
+
+        def waiting(stage: StageWork) -> float:
+            projected = stage.before_attention_parameters / hidden  # q, k and v
+            return projected + stage.attention_elements + hidden
+
+        block = max(stage.residual_elements for stage in self.chunks.kinds_of_layers)
+        rows = max(
+            max(stage.row_elements for stage in chunk.stages)
+            + sum(waiting(stage) for stage in chunk.stages[1:])
+            for chunk in self.chunks.kinds
+        )
+        return self._tokens_at_once * block + self._tokens * rows
+
+    @cached_property
+    def kept(self) -> dict[str, float]:
+        """Weights and results of the kept chunks, all microbatches; those of the last one too."""
+        if not self._strategy.kept_chunks:
+            return {}
+        below = len(self.chunks.layers) - self.num_kept
+        return {"kept_chunks": self._kept(self._between(below, len(self.chunks.layers)))}
+
+    @cached_property
+    def attention(self) -> dict[str, float]:
+        """Attention's results of the chunks below those that keep them, all microbatches."""
+        end = max(0, len(self.chunks.layers) - self._strategy.kept_chunks)
+        return self._attention(max(0, end - self._strategy.attention_chunks), end)
+
+    @cached_property
+    def attention_of_first(self) -> dict[str, float]:
+        """Those of the first layer chunk."""
+        end = len(self.chunks.layers) - self._strategy.kept_chunks
+        reaches = 0 < end <= self._strategy.attention_chunks
+        return self._attention(0, 1 if reaches else 0)
+
+    def _attention(self, start: int, end: int) -> dict[str, float]:
+        if start == end:
+            return {}
+        sums = self._between(start, end)
+        if not sums.attention_elements:
+            return {}
+        elements = sums.attention_elements + self._more_statistics * sums.heads_of_results
+        tokens = self._tokens * self._strategy.num_microbatches
+        return {"kept_attention": float(tokens * self._strategy.compute_bytes * elements)}
+
+    @cached_property
+    def kept_of_first(self) -> dict[str, float]:
+        """Those of the first layer chunk."""
+        if self._strategy.kept_chunks < len(self.chunks.layers):
+            return {}
+        return {"kept_chunks": self._kept(self._between(0, 1))}
+
+    def _between(self, start: int, end: int) -> LayerSums:
+        return self.chunks.sums_below[end] - self.chunks.sums_below[start]
+
+    def _kept(self, sums: LayerSums) -> float:
+        tokens = self._tokens * self._strategy.num_microbatches
+        elements = sums.kept_elements + self._more_statistics * sums.attention_heads
+        return float(self._strategy.compute_bytes * (sums.padded_parameters + tokens * elements))
+
+    def decided(self, num_chunks: int) -> dict[str, float]:
+        """What backward of the lowest layer chunks must be given, of all microbatches."""
+        elements = self.chunks.sums_below[num_chunks].decided_elements
+        if not elements:
+            return {}
+        tokens = self._tokens * self._strategy.num_microbatches
+        return {"decided": float(tokens * self._strategy.compute_bytes * elements)}
+
+    @property
+    def slices_head(self) -> bool:
+        """Whether the head is taken in slices of the vocabulary."""
+        return self._strategy.vocab_slices > 1
+
+    @cached_property
+    def loss(self) -> dict[str, float]:
+        """Of the head while it computes loss and gradients."""
+        if not self.slices_head:
+            return {
+                "head_weights": 2.0 * self.weights(self.chunks.head),
+                "logits": self.logits,
+                "head_gradient": self.head_gradient,
+            }
+        return sliced_head.loss_memory(
+            self.chunks,
+            self._workload,
+            self._strategy,
+            microbatch_tokens=self._tokens,
+            wire=self.wire(self.chunks.embed if self.tied else self.chunks.head),
+            logits_copies=LOGITS_COPIES,
+        )
+
+    @property
+    def head_wire(self) -> float:
+        """What of the head's gradient may still be leaving when layers run backward."""
+        return self.wire(self.chunks.head) / self._strategy.vocab_slices
+
+    @property
+    def embedding_gradient(self) -> float:
+        """Of the embedding, packed and rounded; of a tied one in slices, one of them."""
+        embed, count = self.chunks.embed, self._strategy.vocab_slices if self.tied else 1
+        in_flight = 1 if count == 1 else GRADIENTS_IN_FLIGHT
+        return (4.0 * embed.padded_parameters + in_flight * self.wire(embed)) / count
+
+    @property
+    def logits(self) -> float:
+        """The logits of one loss chunk and what is made of them."""
+        tokens = self._workload.loss_tokens(self._strategy.loss_chunk_tokens, self._tokens)
+        own = self._workload.own_loss_tokens is not None
+        copies = OWN_LOGITS_COPIES if own else LOGITS_COPIES
+        return 4.0 * copies * tokens * self._workload.vocab_size
+
+    @property
+    def head_gradient(self) -> float:
+        """fp32 sum over loss chunks, one summand or the result, and the sum over microbatches."""
+        owner = self.chunks.embed if self.tied else self.chunks.head
+        if self._strategy.num_microbatches > 1:
+            return 12.0 * owner.num_parameters
+        result = 4 if self.tied else self._strategy.compute_bytes  # a tied one is added to in fp32
+        return (4.0 + result) * owner.num_parameters

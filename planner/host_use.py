@@ -1,0 +1,116 @@
+"""Host memory of all devices under a strategy, by named category."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+from slidedp_jax.planner import sliced_head
+from slidedp_jax.planner.chunking import Chunks
+from slidedp_jax.planner.hardware import HardwareProfile
+from slidedp_jax.planner.pinned_pool import pool_regions
+from slidedp_jax.planner.strategy import GradientRoute, Strategy
+from slidedp_jax.planner.training_state import MASTER_BYTES, resident_parameters
+from slidedp_jax.planner.workload import Workload
+
+SEVERAL_GPUS_BYTES = 1.0 * 2**15
+"""Times the root of the bytes of state on the host: what two GPUs took of host memory beside all
+that is listed here, by an upper bound of four jobs with 10 to 85 GiB of state; its cause is not
+known."""
+
+
+def largest_neighbours(sizes: Sequence[float]) -> float:
+    """The largest sum of two consecutive sizes."""
+    if len(sizes) == 1:
+        return sizes[0]
+    return max(one + other for one, other in itertools.pairwise(sizes))
+
+
+def host_use(
+    workload: Workload,
+    chunks: Chunks,
+    strategy: Strategy,
+    hardware: HardwareProfile,
+    optimizer_state_bytes: float,
+) -> tuple[dict[str, float], float]:
+    """Host categories and the size of the page-locked pool.
+
+    What is loaded, saved or restored passes through host memory. Room for two neighbouring stages
+    is kept for that, which a save beside steps has for its buffer whatever else is free; what stays
+    on the devices is gathered when it is read.
+    """
+    gradients, boundaries, pool = _pool(
+        chunks,
+        strategy.gradient_bytes,
+        strategy.gradient_route,
+        strategy.resident_chunks,
+        strategy.vocab_slices,
+        workload.tied,
+        float(strategy.host_boundary_bytes),
+        strategy.host_boundaries * strategy.num_microbatches * hardware.num_devices,
+        hardware.num_devices,
+    )
+    in_pool = gradients + boundaries
+    if hardware.unified_memory:  # the CPU backend has no page-locked pool
+        pool = in_pool
+    padded = chunks.padded_parameters - resident_parameters(chunks, strategy)
+    passing = chunks.all[: strategy.resident_chunks]
+    largest, saved = _largest_stages(workload)
+    read = 0.0
+    if passing:  # a chunk is gathered from its stages and sent, while the next one begins
+        gathered = [chunk.padded_parameters for chunk in passing]
+        several = strategy.layers_per_chunk > 1
+        read = largest + (largest_neighbours(gathered) if several else max(gathered))
+    return {
+        "master_weights": float(MASTER_BYTES * padded),
+        "optimizer_state": float(optimizer_state_bytes * padded),
+        "state_in_passing": float((MASTER_BYTES + optimizer_state_bytes) * max(saved, read)),
+        "waiting_gradients": gradients,
+        **({"host_boundaries": boundaries} if boundaries else {}),
+        "pinned_pool_overhead": pool - in_pool,
+        **_several_gpus(hardware, (MASTER_BYTES + optimizer_state_bytes) * padded),
+        "runtime_reserve": hardware.host_reserve_bytes
+        * (1 if hardware.unified_memory else hardware.num_devices),
+    }, pool
+
+
+@lru_cache(maxsize=16)
+def _largest_stages(workload: Workload) -> tuple[int, float]:
+    """Parameters of the largest stage, and of the largest two neighbours."""
+    stages = [stage.num_parameters for stage in workload.stages]
+    return max(stages), largest_neighbours(stages)
+
+
+@lru_cache(maxsize=4096)
+def _pool(
+    chunks: Chunks,
+    gradient_bytes: int,
+    gradient_route: GradientRoute,
+    resident_chunks: int,
+    vocab_slices: int,
+    tied: bool,
+    boundary_bytes: float,
+    num_boundaries: int,
+    num_devices: int,
+) -> tuple[float, float, float]:
+    """Bytes of all waiting gradients, of all boundaries, and of the pool that holds both."""
+    projection = sliced_head.projection_chunk(chunks, tied=tied)
+    shards = num_devices if gradient_route == "reduce_scatter" else 1
+    requests = [
+        gradient_bytes * chunk.padded_parameters / shards / slices
+        for chunk in reversed(chunks.all[resident_chunks:])  # as backward sends them
+        for slices in [vocab_slices if chunk is projection else 1]
+        for _ in range(num_devices * slices)  # each device's share of the sum, or all of its own
+    ]
+    boundaries = [boundary_bytes] * num_boundaries
+    pool = float(sum(pool_regions(boundaries + requests)))
+    return float(sum(requests)), sum(boundaries), pool
+
+
+def _several_gpus(hardware: HardwareProfile, state_bytes: float) -> dict[str, float]:
+    """Host memory that several GPUs take beyond what each does."""
+    if hardware.unified_memory or hardware.num_devices == 1:
+        return {}
+    return {"several_gpus": SEVERAL_GPUS_BYTES * math.sqrt(state_bytes)}
