@@ -130,6 +130,7 @@ class _Costs:
         self._matmul_rate = hardware.matmul_flops_per_s(strategy.compute_dtype)
         slower = self._matmul_rate / hardware.bf16_matmul_flops_per_s
         self._attention_rate = hardware.attention_flops_per_s * min(1.0, slower)
+        self._by_stage: dict[int, tuple[float, float, float, float]] = {}
         self._by_kind: dict[tuple[int, bool, bool, bool, bool], ChunkDurations] = {}
 
     def embedding(self, *, resident: bool) -> ChunkDurations:
@@ -161,7 +162,10 @@ class _Costs:
     ) -> ChunkDurations:
         forward_s = backward_s = forward_flops = backward_flops = 0.0
         for stage in chunk.stages:
-            stage_forward_s, stage_backward_s, flops, stage_backward_flops = self._layer(stage)
+            found = self._by_stage.get(id(stage))
+            if found is None:
+                found = self._by_stage[id(stage)] = self._layer(stage)
+            stage_forward_s, stage_backward_s, flops, stage_backward_flops = found
             again_s = self._elementwise_s(stage.elementwise_elements * self._tokens)
             forward_s += stage_forward_s
             again_flops = flops

@@ -7,13 +7,14 @@ the devices lack the room, or have better use for it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from slidedp_jax.planner.bisection import smallest
 from slidedp_jax.planner.device_phases import FRAGMENTATION
 from slidedp_jax.planner.job import Job
-from slidedp_jax.planner.memory import MemoryUse
-from slidedp_jax.planner.strategy import Strategy
+from slidedp_jax.planner.strategy import BOUNDARIES_IN_FLIGHT, Strategy
 from slidedp_jax.planner.workload import BatchShape, Workload
 
 SHARES_TRIED = (0.25, 0.5, 1.0)
@@ -37,39 +38,29 @@ def with_host_boundaries(
     return replace(strategy, host_boundaries=count, host_boundary_bytes=size)
 
 
-def fewest_on_host(job: Job, strategy: Strategy, memory: MemoryUse) -> Strategy | None:
+def fewest_on_host(job: Job, strategy: Strategy) -> Strategy | None:
     """The strategy with as few inputs on the host as make it fit the devices.
 
-    None if even all do not, or the host then lacks the memory.
+    None if even all do not.
 
     Args:
       job: with the budgets.
       strategy: one that exceeds the devices' budget, and perhaps the host's.
-      memory: what it takes.
     """
     if job.hardware.unified_memory:
         return None
     most = -(-len(job.workload.layers) // strategy.layers_per_chunk)
-    least = 0
 
     def option(count: int) -> Strategy:
         return with_host_boundaries(job.workload, job.batch, strategy, count)
 
-    def fits(count: int) -> bool:
-        return job.memory(option(count)).device_bytes <= job.device_budget_bytes
-
     # More than all inputs cannot leave: cheaper to see than what a strategy takes.
-    all_inputs = (most + 2) * strategy.num_microbatches * option(1).host_boundary_bytes
-    excess = memory.device_bytes - job.device_budget_bytes
-    if excess > (1 + FRAGMENTATION) * all_inputs or not fits(most):
+    input_bytes = (1 + FRAGMENTATION) * strategy.num_microbatches * option(1).host_boundary_bytes
+    excess = job.device_bytes(strategy) - job.device_budget_bytes
+    if excess > (most + 2) * input_bytes or not job.fits_devices(option(most)):
         return None
-    while least < most:
-        middle = (least + most) // 2
-        if fits(middle):
-            most = middle
-        else:
-            least = middle + 1
-    return option(most)
+    guess = math.ceil(excess / input_bytes) + BOUNDARIES_IN_FLIGHT
+    return option(smallest(lambda count: job.fits_devices(option(count)), most, guess))
 
 
 def with_more_on_host(job: Job, strategy: Strategy) -> Iterator[Strategy]:
@@ -85,5 +76,5 @@ def with_more_on_host(job: Job, strategy: Strategy) -> Iterator[Strategy]:
     for share in SHARES_TRIED:
         count = round(share * num_chunks)
         option = with_host_boundaries(job.workload, job.batch, strategy, count)
-        if count > strategy.host_boundaries and not job.limits(job.memory(option)):
+        if count > strategy.host_boundaries and job.fits(option):
             yield replace(option, kept_chunks=0, attention_chunks=0)  # they may grow

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 from slidedp_jax.planner.durations import chunk_durations
 from slidedp_jax.planner.hardware import HardwareProfile
 from slidedp_jax.planner.limits import Limit, exceeded_limits
-from slidedp_jax.planner.memory import MemoryUse, memory_use
-from slidedp_jax.planner.step_time import StepTime, lower_bound_s, step_time
+from slidedp_jax.planner.memory import MemoryUse, device_bytes, host_bytes, memory_use
+from slidedp_jax.planner.step_time import StepTime, lower_bound_s, step_s, step_time
 from slidedp_jax.planner.strategy import Strategy
 from slidedp_jax.planner.workload import BatchShape, Workload
 
@@ -24,6 +25,19 @@ class Alternative:
     strategy: Strategy
     memory: MemoryUse
     time: StepTime
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """A strategy that fits, with what is compared while searching.
+
+    Attributes:
+      strategy: the strategy.
+      step_s: its step, simulated.
+    """
+
+    strategy: Strategy
+    step_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,18 +64,50 @@ class Job:
         """What the strategy takes."""
         return self._predicted(memory_use, strategy)
 
+    def device_bytes(self, strategy: Strategy) -> float:
+        """What the strategy takes of each device; cheaper than `memory`."""
+        found = self._device_bytes.get(strategy)
+        if found is None:
+            found = self._device_bytes[strategy] = self._predicted(device_bytes, strategy)
+        return found
+
+    @cached_property
+    def _device_bytes(self) -> dict[Strategy, float]:
+        """What was asked before: searches come by the same strategies."""
+        return {}
+
+    def fits_devices(self, strategy: Strategy) -> bool:
+        """Whether each device has room for the strategy."""
+        return self.device_bytes(strategy) <= self.device_budget_bytes
+
+    def host_bytes(self, strategy: Strategy) -> float:
+        """What the strategy takes of the host; cheaper than `memory`."""
+        return self._predicted(host_bytes, strategy)
+
+    def fits_host(self, strategy: Strategy) -> bool:
+        """Whether the host has room for the strategy."""
+        return self.host_bytes(strategy) <= self.host_budget_bytes
+
+    def fits(self, strategy: Strategy) -> bool:
+        """Whether devices and host have room for the strategy."""
+        return self.fits_devices(strategy) and self.fits_host(strategy)
+
     def limits(self, memory: MemoryUse) -> tuple[Limit, ...]:
         """The budgets that it exceeds."""
         return exceeded_limits(memory, self.device_budget_bytes, self.host_budget_bytes)
 
     def lower_bound_s(self, strategy: Strategy) -> float:
-        """Seconds that a step takes at least; cheaper than `time`."""
+        """Seconds that a step takes at least; cheaper than `timed`."""
         durations = self._predicted(chunk_durations, strategy)
         return lower_bound_s(durations, strategy, self.hardware)
 
     def time(self, strategy: Strategy) -> StepTime:
         """The step, simulated."""
         return self._predicted(step_time, strategy)
+
+    def timed(self, strategy: Strategy) -> Timed:
+        """The strategy with the time of its step; cheaper than `alternative`."""
+        return Timed(strategy=strategy, step_s=self._predicted(step_s, strategy))
 
     def alternative(self, strategy: Strategy) -> Alternative:
         """The strategy with its prediction."""

@@ -9,23 +9,23 @@ is a good guess and no proof, and a larger budget may cost a few hundredths of a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
-from slidedp_jax.planner.candidates import Choices, candidates, default_block_size, pieces_of_state
-from slidedp_jax.planner.chunking import LARGEST_PIECE, chunk_stages
+from slidedp_jax.planner.candidates import Choices, candidates
 from slidedp_jax.planner.errors import PlanError
-from slidedp_jax.planner.hardware import COMPUTE_DTYPES, ComputeDtype, HardwareProfile, size_text
-from slidedp_jax.planner.host_boundaries import (
-    boundary_bytes,
-    fewest_on_host,
-    with_more_on_host,
-)
-from slidedp_jax.planner.job import Alternative, Job
-from slidedp_jax.planner.limits import Limit, LimitName
+from slidedp_jax.planner.fitting import sort_by_fit
+from slidedp_jax.planner.hardware import ComputeDtype, HardwareProfile, size_text
+from slidedp_jax.planner.host_boundaries import boundary_bytes, with_more_on_host
+from slidedp_jax.planner.job import Alternative, Job, Timed
+from slidedp_jax.planner.limits import Limit
 from slidedp_jax.planner.memory import MemoryUse
-from slidedp_jax.planner.spare_memory import keeping_most, relieving_host, with_state_on_devices
-from slidedp_jax.planner.strategy import UPDATE_POLICIES, Strategy, UpdatePolicy
+from slidedp_jax.planner.refusal import limits_of_leanest, nothing_fits
+from slidedp_jax.planner.request_check import check_request
+from slidedp_jax.planner.spare_memory import with_state_on_devices
+from slidedp_jax.planner.strategy import Strategy, UpdatePolicy
 from slidedp_jax.planner.training_state import ADAMW_STATE_BYTES
 from slidedp_jax.planner.workload import BatchShape, Workload
 from slidedp_jax.wording import counted
@@ -150,7 +150,7 @@ def plan(
     )
     if strategy is not None:
         return _decided(job, strategy)
-    _check_request(job, choices, update_policy, compute_dtype, resident_state or False)
+    check_request(job, choices, update_policy, compute_dtype, resident_state or False)
     if resident_state:  # the devices update it from gradients that they sum
         choices = replace(choices, gradient_route="reduce_scatter")
     families = candidates(
@@ -165,16 +165,18 @@ def plan(
         keep_activations = not hardware.unified_memory
     if resident_state is None:
         resident_state = not hardware.unified_memory
-    fitting, misfits = _sort_by_fit(job, families, keep_activations, resident_state)
+    fitting, misfits = sort_by_fit(job, families, keep_activations, resident_state)
     if not fitting:
-        limits = _limits_of_leanest(job, [memory for _, memory in misfits])
-        raise PlanError(_nothing_fits(job, limits, len(misfits), choices), limits)
+        tried = [job.memory(strategy) for family in misfits for strategy in family]
+        limits = limits_of_leanest(job, tried)
+        raise PlanError(nothing_fits(job, limits, len(tried), choices), limits)
     ranked = _simulate_best(job, fitting)
     if resident_state:
         free = choices.loss_chunk_tokens is None and workload.own_loss_tokens is None
         roomier = SMALL_LOSS_CHUNK_TOKENS if free else None
         ranked = _with_spare_memory(job, ranked, fitting, keep_activations, roomier)
-    return _as_plan(job, ranked, misfits)
+    shown = [job.alternative(one.strategy) for one in ranked[: 1 + NUM_RUNNERS_UP]]
+    return _as_plan(job, shown, [family[0] for family in misfits if family])
 
 
 def _decided(job: Job, strategy: Strategy) -> Plan:
@@ -210,55 +212,22 @@ def _decided(job: Job, strategy: Strategy) -> Plan:
     return _as_plan(job, [alternative], [])
 
 
-def _as_plan(
-    job: Job, ranked: list[Alternative], misfits: list[tuple[Strategy, MemoryUse]]
-) -> Plan:
+def _as_plan(job: Job, ranked: list[Alternative], misfits: list[Strategy]) -> Plan:
     return Plan(
         job=job,
         chosen=ranked[0],
-        runners_up=tuple(ranked[1 : 1 + NUM_RUNNERS_UP]),
+        runners_up=tuple(ranked[1:]),
         rejected=_most_promising(job, misfits, ranked[0].time.step_s),
     )
 
 
-def _sort_by_fit(
-    job: Job,
-    families: Iterable[Iterable[Strategy]],
-    keep_activations: bool,
-    resident_state: bool,
-) -> tuple[list[tuple[float, Strategy]], list[tuple[Strategy, MemoryUse]]]:
-    """The first of each family that fits, with a lower bound of its step; those that do not fit."""
-    fitting, misfits = [], []
-    for family in families:
-        for strategy in family:
-            memory = job.memory(strategy)
-            limits = job.limits(memory)
-            fits = not limits
-            by_devices = strategy.gradient_route == "reduce_scatter"
-            if resident_state and by_devices and [x.name for x in limits] == ["host memory"]:
-                strategy, fits = relieving_host(job, strategy)
-                memory = job.memory(strategy)
-            if not fits and (eased := fewest_on_host(job, strategy, memory)) is not None:
-                strategy, fits = eased, not job.limits(job.memory(eased))
-                if not fits and by_devices and resident_state:
-                    strategy, fits = relieving_host(job, eased)
-                memory = job.memory(strategy)
-            if fits:
-                if keep_activations:
-                    strategy, _ = keeping_most(job, strategy, memory)
-                fitting.append((job.lower_bound_s(strategy), strategy))
-                break
-            misfits.append((strategy, memory))
-    return fitting, misfits
-
-
 def _with_spare_memory(
     job: Job,
-    ranked: list[Alternative],
+    ranked: list[Timed],
     fitting: list[tuple[float, Strategy]],
     keep_activations: bool,
     loss_chunk_tokens: int | None,
-) -> list[Alternative]:
+) -> list[Timed]:
     """With the best that state on the devices makes of one strategy of each kind, fastest first.
 
     How fast a strategy is with all state on the host says little about that. So for each chunk size
@@ -266,7 +235,7 @@ def _with_spare_memory(
     take much of the memory, also with `loss_chunk_tokens`, which leaves more for state.
     """
     kinds: dict[object, Strategy] = {}
-    for _, strategy in sorted(fitting, key=lambda item: item[0]):
+    for _, strategy in fitting:
         if strategy.gradient_route == "reduce_scatter":
             kinds.setdefault((strategy.layers_per_chunk, strategy.weight_route), strategy)
     found = {one.strategy: one for one in ranked}
@@ -286,17 +255,21 @@ def _with_spare_memory(
             and _share_of_logits(job.memory(strategy)) > LARGE_LOGITS
         ]
     for strategy in tried:
-        one = found.get(strategy) or job.alternative(strategy)
-        better = with_state_on_devices(job, one, keep_activations=keep_activations)
-        found[better.strategy] = better
-    ranked = sorted(found.values(), key=_by_time)
+        best = sorted(one.step_s for one in found.values())
+        fast_s = max(NEARLY * best[0], *best[NUM_RUNNERS_UP : NUM_RUNNERS_UP + 1])
+        better = with_state_on_devices(
+            job, strategy, keep_activations=keep_activations, fast_s=fast_s
+        )
+        if better is not None:
+            found[better.strategy] = better
+    ranked = sorted(found.values(), key=partial(_by_time, job))
     # Programs of many layers take long to compile, boundaries take host memory: not for nothing.
-    good = [one for one in ranked if one.time.step_s <= NEARLY * ranked[0].time.step_s]
+    good = [one for one in ranked if one.step_s <= NEARLY * ranked[0].step_s]
     fewest = min(one.strategy.layers_per_chunk for one in good)
     good = [one for one in good if one.strategy.layers_per_chunk == fewest]
-    equal = [one for one in good if one.time.step_s <= AS_GOOD * good[0].time.step_s]
-    best = min(equal, key=lambda one: (_boundaries(one.strategy), *_by_time(one)))
-    return [best, *(one for one in ranked if one is not best)]
+    equal = [one for one in good if one.step_s <= AS_GOOD * good[0].step_s]
+    best_one = min(equal, key=lambda one: (_boundaries(one.strategy), *_by_time(job, one)))
+    return [best_one, *(one for one in ranked if one is not best_one)]
 
 
 def _boundaries(strategy: Strategy) -> int:
@@ -313,148 +286,32 @@ def _or(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
-def _check_request(
-    job: Job, choices: Choices, update_policy: str, compute_dtype: str, resident_state: bool
-) -> None:
-    """Reports everything that is wrong with the request at once."""
-    batch, hardware = job.batch, job.hardware
-    problems = []
-    for name, budget, size in (
-        ("the device memory budget", job.device_budget_bytes, hardware.device_memory_bytes),
-        ("the host memory budget", job.host_budget_bytes, hardware.host_memory_bytes),
-    ):
-        if not 0 < budget <= size:
-            problems.append(
-                f"{name} is {size_text(budget)}; a run on {hardware.name} has {size_text(size)}, "
-                "use more than 0 and at most that"
-            )
-    if resident_state and choices.gradient_route == "host_sum":
-        problems.append(
-            "gradient_route is 'host_sum', but state that stays on the devices is updated from "
-            "gradients that they sum; use reduce_scatter, or no resident_state"
-        )
-    if update_policy not in UPDATE_POLICIES:
-        problems.append(f"update_policy is {update_policy!r}; allowed: {UPDATE_POLICIES}")
-    if compute_dtype not in COMPUTE_DTYPES:
-        problems.append(f"compute_dtype is {compute_dtype!r}; allowed: {COMPUTE_DTYPES}")
-    for name in Choices.__dataclass_fields__:
-        value = getattr(choices, name)
-        if isinstance(value, int) and value < 1:
-            problems.append(f"{name} is {value}; it must be at least 1")
-    if choices.loss_chunk_tokens is not None and job.workload.own_loss_tokens is not None:
-        problems.append(
-            f"loss_chunk_tokens is {choices.loss_chunk_tokens}, but how many tokens' logits exist "
-            f"at once is decided by the loss of {job.workload.name} itself; leave it out"
-        )
-    layers, wanted = len(job.workload.layers), choices.layers_per_chunk
-    if wanted is not None and wanted > layers:
-        problems.append(f"layers_per_chunk is {wanted}; the model has {layers} layers")
-    rows = choices.rows_per_microbatch
-    per_device = -(-batch.num_rows // hardware.num_devices)
-    if rows is not None and rows > per_device:
-        problems.append(
-            f"rows_per_microbatch is {rows}, but the {batch.num_rows} rows of a step give each of "
-            f"{hardware.num_devices} devices {per_device}; use at most that, or more rows"
-        )
-    pieces = choices.num_host_devices
-    if pieces is not None and pieces % hardware.num_devices:
-        problems.append(
-            f"num_host_devices is {pieces}; it must be a multiple of the {hardware.num_devices} "
-            "compute devices"
-        )
-    problems = problems or _too_large_pieces(job, choices)
-    if problems:
-        raise PlanError("; ".join(problems) + ".")
-
-
-def _too_large_pieces(job: Job, choices: Choices) -> list[str]:
-    """What is wrong where even the smallest chunks cannot be updated."""
-    pieces = pieces_of_state(job.hardware, choices)
-    layers = choices.layers_per_chunk or 1
-    block_size = choices.block_size or default_block_size(job.workload, pieces)
-    chunks = chunk_stages(job.workload, layers, block_size, pieces)
-    if pieces < 1 or chunks.fit_pieces(pieces):
-        return []
-    largest = max(chunk.padded_parameters for chunk in chunks.all)
-    return [
-        f"with layers_per_chunk {layers} a chunk has {largest:,} parameters on {pieces} host "
-        f"devices; each can update at most {LARGEST_PIECE:,}. Use fewer layers per chunk or more "
-        "num_host_devices"
-    ]
-
-
-def _simulate_best(job: Job, fitting: list[tuple[float, Strategy]]) -> list[Alternative]:
+def _simulate_best(job: Job, fitting: list[tuple[float, Strategy]]) -> list[Timed]:
     """The best candidate and what else was simulated on the way, fastest first."""
-    done: list[Alternative] = []
-    best_s = float("inf")
-    for lower_s, strategy in sorted(fitting, key=lambda item: item[0]):
+    done: list[Timed] = []
+    best_s = math.inf
+    for lower_s, strategy in fitting:
         if lower_s >= best_s and len(done) > NUM_RUNNERS_UP:
             break
-        done.append(job.alternative(strategy))
-        best_s = min(best_s, done[-1].time.step_s)
-    return sorted(done, key=_by_time)
+        done.append(job.timed(strategy))
+        best_s = min(best_s, done[-1].step_s)
+    return sorted(done, key=partial(_by_time, job))
 
 
-def _by_time(alternative: Alternative) -> tuple[float, float]:
-    return alternative.time.step_s, alternative.memory.device_bytes
+def _by_time(job: Job, one: Timed) -> tuple[float, float]:
+    return one.step_s, job.device_bytes(one.strategy)
 
 
-def _most_promising(
-    job: Job, misfits: list[tuple[Strategy, MemoryUse]], best_s: float
-) -> tuple[Rejected, ...]:
+def _most_promising(job: Job, misfits: Iterable[Strategy], best_s: float) -> tuple[Rejected, ...]:
     """Misfits that could beat `best_s`; one for each binding limit and what dominates it."""
     bounds = sorted(
-        ((job.lower_bound_s(strategy), index) for index, (strategy, _) in enumerate(misfits)),
+        ((job.lower_bound_s(strategy), strategy) for strategy in misfits), key=lambda item: item[0]
     )
     rejected: dict[tuple[str, str], Rejected] = {}
-    for lower_s, index in bounds:
+    for lower_s, strategy in bounds:
         if lower_s >= best_s or len(rejected) == NUM_REJECTED:
             break
-        strategy, memory = misfits[index]
-        limits = job.limits(memory)
+        limits = job.limits(job.memory(strategy))
         key = (limits[0].name, limits[0].dominant)
         rejected.setdefault(key, Rejected(strategy=strategy, lower_bound_s=lower_s, limits=limits))
     return tuple(rejected.values())
-
-
-def _limits_of_leanest(job: Job, tried: list[MemoryUse]) -> list[Limit]:
-    """The limits exceeded by the candidates that need least of each."""
-    limits = [
-        *_limit_of_leanest(job, tried, "device memory"),
-        *_limit_of_leanest(job, tried, "host memory"),
-    ]
-    if limits:
-        return limits
-    # Each can be met alone but not both together: the closest.
-    closest = min(
-        (job.limits(memory) for memory in tried),
-        key=lambda exceeded: sum(limit.need_bytes / limit.have_bytes for limit in exceeded),
-    )
-    return list(closest)
-
-
-def _nothing_fits(job: Job, limits: list[Limit], num_tried: int, choices: Choices) -> str:
-    """One line per limit."""
-    decided = {
-        name: getattr(choices, name)
-        for name in Choices.__dataclass_fields__
-        if getattr(choices, name) is not None and name != "num_host_devices"  # often the process's
-    }
-    lines = [
-        f"{job.workload.name} with {counted(job.batch.num_rows, 'row')} of {job.batch.seq_length} "
-        f"tokens per step does not fit {job.hardware.num_devices} x {job.hardware.name}, even with "
-        f"the leanest of {num_tried} strategies tried:",
-        *(f"- {limit.describe()}." for limit in limits),
-    ]
-    if decided:
-        fixed = ", ".join(f"{name}={value}" for name, value in decided.items())
-        lines.append(f"Leaving these to the planner widens the search: {fixed}.")
-    return "\n".join(lines)
-
-
-def _limit_of_leanest(job: Job, tried: list[MemoryUse], name: LimitName) -> list[Limit]:
-    """The limit `name` of the candidate that needs least of it, none if that one meets it."""
-    leanest = min(
-        tried, key=lambda use: use.device_bytes if name == "device memory" else use.host_bytes
-    )
-    return [limit for limit in job.limits(leanest) if limit.name == name]

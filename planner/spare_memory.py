@@ -6,14 +6,14 @@ devices, which spares the host update its time and the host its memory. Both tak
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
 
 from slidedp_jax.planner import sliced_head
-from slidedp_jax.planner.job import Alternative, Job
+from slidedp_jax.planner.bisection import smallest
+from slidedp_jax.planner.job import Job, Timed
 from slidedp_jax.planner.kept_attention import attention_pays_first
-from slidedp_jax.planner.memory import MemoryUse
 from slidedp_jax.planner.strategy import Strategy
 
 RESIDENT_STEPS = 8
@@ -21,43 +21,39 @@ RESIDENT_STEPS = 8
 neighbours of the best."""
 
 
-def keeping_most(job: Job, strategy: Strategy, memory: MemoryUse) -> tuple[Strategy, MemoryUse]:
-    """The strategy that recomputes the fewest chunks, and its memory, within the budgets.
+def keeping_most(job: Job, strategy: Strategy) -> Strategy:
+    """The strategy that recomputes the fewest chunks within the budgets.
 
     Where rows are long, it first keeps attention's results of as many as possible.
 
     Args:
       job: with the budgets.
       strategy: one that fits.
-      memory: what it takes.
     """
     num_chunks = -(-len(job.workload.layers) // strategy.layers_per_chunk)
-
-    def most(found: Strategy, memory: MemoryUse, option: Callable[[int], Strategy]) -> Any:
-        least, most = 0, num_chunks
-        while least < most:
-            middle = (least + most + 1) // 2
-            tried = option(middle)
-            use = job.memory(tried)
-            if not job.limits(use):
-                least, found, memory = middle, tried, use
-            else:
-                most = middle - 1
-        return found, memory
-
     attention = 0
     if attention_pays_first(job, strategy):
-        strategy, memory = most(strategy, memory, lambda n: replace(strategy, attention_chunks=n))
-        attention = strategy.attention_chunks
+        attention = _most(
+            job, strategy, num_chunks, lambda count: replace(strategy, attention_chunks=count)
+        )
     if strategy.layer_block_tokens:  # what is computed in blocks is not kept
-        return strategy, memory
-    base = strategy
-    strategy, memory = most(
-        base,
-        memory,
-        lambda n: replace(base, kept_chunks=n, attention_chunks=min(attention, num_chunks - n)),
-    )
-    return strategy, memory
+        return replace(strategy, attention_chunks=attention)
+
+    def keeping(count: int) -> Strategy:
+        below = min(attention, num_chunks - count)
+        return replace(strategy, kept_chunks=count, attention_chunks=below)
+
+    return keeping(_most(job, keeping(0), num_chunks, keeping))
+
+
+def _most(job: Job, none: Strategy, most: int, option: Callable[[int], Strategy]) -> int:
+    """The largest number from 0, for which it fits, to `most` for which `option` fits."""
+    if job.fits(option(most)):
+        return most
+    base = job.device_bytes(none)
+    each = (job.device_bytes(option(most)) - base) / most
+    room = int((job.device_budget_bytes - base) / each) if each > 0 else 0
+    return smallest(lambda count: not job.fits(option(count + 1)), most - 1, room)
 
 
 def relieving_host(job: Job, strategy: Strategy) -> tuple[Strategy, bool]:
@@ -69,48 +65,68 @@ def relieving_host(job: Job, strategy: Strategy) -> tuple[Strategy, bool]:
       job: with the budgets.
       strategy: one that exceeds the host's budget alone.
     """
+    most = _most_resident(job, strategy)
 
-    def first(fits: Callable[[MemoryUse], bool]) -> int:
-        """The smallest number of resident chunks for which it holds; one more than all if none."""
-        least, most = 0, _most_resident(job, strategy) + 1
-        while least < most:
-            middle = (least + most) // 2
-            if fits(job.memory(replace(strategy, resident_chunks=middle))):
-                most = middle
-            else:
-                least = middle + 1
-        return least
+    def option(count: int) -> Strategy:
+        return replace(strategy, resident_chunks=count)
 
-    enough = first(lambda use: use.host_bytes <= job.host_budget_bytes)
-    too_many = first(lambda use: use.device_bytes > job.device_budget_bytes)
-    resident = min(enough, too_many - 1)
-    return replace(strategy, resident_chunks=resident), enough < too_many
+    def between(bytes_of: Callable[[Strategy], float], budget: float) -> int | None:
+        """Where a budget is met if each chunk weighs the same."""
+        none, each = bytes_of(option(0)), bytes_of(option(most)) - bytes_of(option(0))
+        return int(most * (budget - none) / each) if each else None
+
+    guess = between(job.host_bytes, job.host_budget_bytes)
+    enough = smallest(
+        lambda count: job.fits_host(option(count)), most + 1, None if guess is None else guess + 1
+    )
+    if enough <= most and job.fits_devices(option(enough)):
+        return option(enough), True
+    room = smallest(
+        lambda count: not job.fits_devices(option(count + 1)),
+        most,
+        between(job.device_bytes, job.device_budget_bytes),
+    )
+    return option(min(enough, room)), False
 
 
-def with_state_on_devices(job: Job, found: Alternative, *, keep_activations: bool) -> Alternative:
-    """The fastest of the same strategy with more or fewer of the lowest chunks resident.
+def with_state_on_devices(
+    job: Job, strategy: Strategy, *, keep_activations: bool, fast_s: float
+) -> Timed | None:
+    """The fastest of the same strategy with some of the lowest chunks resident, or with none.
+
+    None if none of them is fast.
 
     Args:
       job: with the budgets.
-      found: a strategy that fits, whose gradients the devices sum.
+      strategy: one that fits, whose gradients the devices sum.
       keep_activations: let results of layers have what state leaves.
+      fast_s: seconds of a step; of slower ones it does not matter which is the fastest.
     """
-    num_chunks = _most_resident(job, found.strategy)
-    best, tried = found, {found.strategy.resident_chunks}
+    num_chunks = _most_resident(job, strategy)
+    best: Timed | None = None
+    bounds: dict[int, float] = {}
 
     def search(counts: Iterable[int]) -> None:
         nonlocal best
-        for resident in counts:
-            option = _with_resident(job, found.strategy, resident, keep_activations)
-            tried.add(resident)
+        options = {}
+        for count in counts:
+            option = _with_resident(job, strategy, count, keep_activations)
+            bounds[count] = math.inf if option is None else job.lower_bound_s(option)
             if option is not None:
-                other = job.alternative(option)
-                best = min(best, other, key=lambda one: one.time.step_s)
+                options[count] = option
+        for count in sorted(options, key=lambda count: bounds[count]):
+            if bounds[count] >= (fast_s if best is None else min(best.step_s, fast_s)):
+                break
+            other = job.timed(options[count])
+            if best is None or other.step_s < best.step_s:
+                best = other
 
-    search(range(1, num_chunks + 1, max(1, num_chunks // RESIDENT_STEPS)))
-    near = best.strategy.resident_chunks
-    below = max((count for count in tried if count < near), default=0)
-    above = min((count for count in tried if count > near), default=num_chunks + 1)
+    search(
+        [strategy.resident_chunks, *range(1, num_chunks + 1, max(1, num_chunks // RESIDENT_STEPS))]
+    )
+    near = best.strategy.resident_chunks if best else min(bounds, key=lambda count: bounds[count])
+    below = max((count for count in bounds if count < near), default=0)
+    above = min((count for count in bounds if count > near), default=num_chunks + 1)
     search(count for count in range(below + 1, above) if count != near)
     return best
 
@@ -120,10 +136,9 @@ def _with_resident(
 ) -> Strategy | None:
     """With that many resident chunks and what then fits of kept ones; None if it does not fit."""
     option = replace(strategy, resident_chunks=resident, kept_chunks=0, attention_chunks=0)
-    memory = job.memory(option)
-    if job.limits(memory):
+    if not job.fits(option):
         return None
-    return keeping_most(job, option, memory)[0] if keep_activations else option
+    return keeping_most(job, option) if keep_activations else option
 
 
 def _most_resident(job: Job, strategy: Strategy) -> int:

@@ -100,11 +100,9 @@ def step_time(
     schedule = _Schedule(durations, strategy, hardware)
     timeline, ends = schedule.run(NUM_SIMULATED_STEPS)
     alone, _ = schedule.run(1)
-    start_s, end_s, periods = ends[1], ends[-1], NUM_SIMULATED_STEPS - 2
     lower_s = lower_bound_s(durations, strategy, hardware)
     busy_s = _busy(durations, hardware)
-    # Rounding aside, the simulation cannot beat the bound.
-    step_s = max((end_s - start_s) / periods, lower_s)
+    step_s = _period_s(ends, lower_s)
     model_flops = workload.model_flops_per_step(batch)
     executed = hardware.num_devices * sum(chunk.executed_flops for chunk in durations)
     peak = (hardware.num_devices, hardware.peak_flops_per_s)
@@ -114,13 +112,37 @@ def step_time(
         lower_bound_s=lower_s,
         upper_bound_s=sum(busy_s.values()),
         busy_s=busy_s,
-        exposed_s={lane: timeline.waited_s(lane, start_s, end_s) / periods for lane in LANES},
+        exposed_s={lane: timeline.waited_s(lane, ends[1], ends[-1]) / _PERIODS for lane in LANES},
         model_flops=model_flops,
         executed_flops=executed,
         mfu=utilization(model_flops, step_s, *peak),
         hfu=utilization(executed, step_s, *peak),
         tokens_per_s=batch.num_tokens / step_s,
     )
+
+
+_PERIODS = NUM_SIMULATED_STEPS - 2
+
+
+def _period_s(ends: Sequence[float], lower_s: float) -> float:
+    """Seconds from step to step; rounding aside, the simulation cannot beat the bound."""
+    return max((ends[-1] - ends[1]) / _PERIODS, lower_s)
+
+
+def step_s(
+    workload: Workload,
+    batch: BatchShape,
+    strategy: Strategy,
+    hardware: HardwareProfile,
+    *,
+    optimizer_state_bytes: float = ADAMW_STATE_BYTES,
+) -> float:
+    """`step_time(...).step_s` without all else."""
+    durations = chunk_durations(
+        workload, batch, strategy, hardware, optimizer_state_bytes=optimizer_state_bytes
+    )
+    _, ends = _Schedule(durations, strategy, hardware).run(NUM_SIMULATED_STEPS)
+    return _period_s(ends, lower_bound_s(durations, strategy, hardware))
 
 
 def lower_bound_s(
@@ -183,6 +205,9 @@ def _busy(durations: Sequence[ChunkDurations], hardware: HardwareProfile) -> dic
     }
 
 
+_NOTHING: Mapping[str, float] = {}
+
+
 class _Schedule:
     """Builds the tasks of consecutive steps and runs them."""
 
@@ -200,6 +225,7 @@ class _Schedule:
             "link": hardware.duplex_bytes_per_s,
             "host": hardware.host_memory_bytes_per_s,
         }
+        self._demands: dict[tuple[float, float, bool], Mapping[str, float]] = {}
         self._tasks: list[Task] = []
         self._uses: list[int] = []
         self._downloads: list[int] = []
@@ -234,7 +260,7 @@ class _Schedule:
             downloads[chunk] = self._download(chunk, use)
         deferred = self._strategy.update_policy == "deferred"
         # The norm is known at the step's end; then each update follows the one below.
-        before = end = self._add("compute", self._step_end_s, (), {})
+        before = end = self._add("compute", self._step_end_s, (), _NOTHING)
         self._ends.append(end)
         updates: dict[int, int] = {}
         for chunk, download in sorted(downloads.items()):
@@ -243,7 +269,7 @@ class _Schedule:
         return updates
 
     def _use(self, seconds: float, after: tuple[int, ...]) -> int:
-        index = self._add("compute", seconds, after, {})
+        index = self._add("compute", seconds, after, _NOTHING)
         self._uses.append(index)
         return index
 
@@ -277,14 +303,22 @@ class _Schedule:
 
     def _update(self, step: int, chunk: int, after: tuple[int, ...]) -> int:
         work = self._chunks[chunk]
-        demand = work.update_bytes / work.update_s if work.update_s else 0.0
-        return self._add("host_update", work.update_s, after, {"host": demand}, order=(step, chunk))
+        demands = self._demands_of(work.update_bytes, work.update_s, copies=False)
+        return self._add("host_update", work.update_s, after, demands, order=(step, chunk))
 
     def _add_copy(
         self, lane: Lane, seconds: float, num_bytes: float, after: tuple[int, ...]
     ) -> int:
-        rate = num_bytes / seconds if seconds else 0.0
-        return self._add(lane, seconds, after, {"link": rate, "host": rate * self._num_devices})
+        return self._add(lane, seconds, after, self._demands_of(num_bytes, seconds, copies=True))
+
+    def _demands_of(self, num_bytes: float, seconds: float, *, copies: bool) -> Mapping[str, float]:
+        """What a copy, or an update, takes of link and host; the same object for the same."""
+        key = num_bytes, seconds, copies
+        if key not in self._demands:
+            rate = num_bytes / seconds if seconds else 0.0
+            of_link = {"link": rate, "host": rate * self._num_devices}
+            self._demands[key] = of_link if copies else {"host": rate}
+        return self._demands[key]
 
     def _add(
         self,
@@ -296,13 +330,5 @@ class _Schedule:
         order: tuple[int, ...] | None = None,
     ) -> int:
         index = len(self._tasks)
-        self._tasks.append(
-            Task(
-                lane=lane,
-                work_s=seconds,
-                after=after,
-                order=(index,) if order is None else order,
-                demands=demands,
-            )
-        )
+        self._tasks.append(Task(lane, seconds, after, order or (index,), demands))
         return index

@@ -92,18 +92,17 @@ class Strategy:
 
     def __post_init__(self) -> None:
         """Checks each field."""
+        values = vars(self)
         for names, least in ((_COUNTS, 1), (_SHARES, 0)):
             for name in names:
-                value = getattr(self, name)
+                value = values[name]
                 if not isinstance(value, int) or value < least:
                     raise ValueError(
                         f"{name} is {value!r}; it must be a whole number, at least {least}."
                     )
         for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)!r}; allowed: {', '.join(allowed)}."
-                )
+            if values[name] not in allowed:
+                raise ValueError(f"{name} is {values[name]!r}; allowed: {', '.join(allowed)}.")
         if self.resident_chunks and self.gradient_route != "reduce_scatter":
             raise ValueError(
                 f"resident_chunks is {self.resident_chunks} with gradient_route "

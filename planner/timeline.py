@@ -88,14 +88,12 @@ class _Simulation:
         self._blockers = [len(task.after) for task in tasks]
         self._followers: list[list[int]] = [[] for _ in tasks]
         self._queues: list[list[int]] = [[] for _ in LANES]
-        kinds: dict[tuple[tuple[str, float], ...], int] = {}
-        self._kinds = []  # equal for tasks with equal demands
+        self._kinds = [id(task.demands) for task in tasks]  # many tasks share them
+        self._demands = dict(zip(self._kinds, (task.demands for task in tasks), strict=True))
         for index, (task, lane) in enumerate(zip(tasks, self._lanes, strict=True)):
             for before in task.after:
                 self._followers[before].append(index)
             self._queues[lane].append(index)
-            self._kinds.append(kinds.setdefault(tuple(task.demands.items()), len(kinds)))
-        self._demands = [dict(kind) for kind in kinds]
         self._by_priority = [lane in _BY_PRIORITY for lane in LANES]
         self._ready: list[tuple[tuple[int, ...], int]] = []
         for lane, queue in enumerate(self._queues):
