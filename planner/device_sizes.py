@@ -11,7 +11,8 @@ from slidedp_jax.planner.strategy import GRADIENTS_IN_FLIGHT, SLOTS_BESIDE_PREFE
 from slidedp_jax.planner.workload import BatchShape, StageWork, Workload
 
 LOGITS_COPIES = 1
-"""fp32 arrays [loss chunk, V] alive at once: what is made of the logits takes their place."""
+"""fp32 arrays [loss chunk, V] alive at once: what is made of the logits takes their place, where it
+is as wide (their gradient in a narrower compute dtype does not)."""
 
 OWN_LOGITS_COPIES = 3
 """The same of a loss of the user's own: logits, their exponentials, their gradient."""
@@ -224,17 +225,36 @@ class DeviceSizes:
 
     @property
     def logits(self) -> float:
-        """The logits of one loss chunk and what is made of them."""
-        tokens = self._workload.loss_tokens(self._strategy.loss_chunk_tokens, self._tokens)
-        own = self._workload.own_loss_tokens is not None
-        copies = OWN_LOGITS_COPIES if own else LOGITS_COPIES
-        return 4.0 * copies * tokens * self._workload.vocab_size
+        """The logits of one loss chunk and their gradient."""
+        if self._workload.own_loss_tokens is not None:
+            return 4.0 * OWN_LOGITS_COPIES * self._loss_elements
+        return 4.0 * LOGITS_COPIES * self._loss_elements + self._narrow_logits
 
     @property
     def head_gradient(self) -> float:
-        """fp32 sum over loss chunks, one summand or the result, and the sum over microbatches."""
+        """fp32 sum over loss chunks, to which products are added in place, and what becomes of it.
+
+        That is the sum over microbatches; or of one, where the weights are not tied, the result in
+        the compute dtype, whose memory the gradient of the logits has until then if it fits
+        (measured on an H200, JAX 0.11.2: `docs/benchmarks/plans_h200_*.json`).
+        """
         owner = self.chunks.embed if self.tied else self.chunks.head
         if self._strategy.num_microbatches > 1:
-            return 12.0 * owner.num_parameters
-        result = 4 if self.tied else self._strategy.compute_bytes  # a tied one is added to in fp32
-        return (4.0 + result) * owner.num_parameters
+            return 8.0 * owner.num_parameters
+        if self.tied:
+            return 4.0 * owner.num_parameters
+        result = float(self._strategy.compute_bytes * owner.num_parameters)
+        shared = self._narrow_logits if self._narrow_logits <= result else 0.0
+        return 4.0 * owner.num_parameters + result - shared
+
+    @property
+    def _loss_elements(self) -> float:
+        """Logits of one loss chunk."""
+        tokens = self._workload.loss_tokens(self._strategy.loss_chunk_tokens, self._tokens)
+        return float(tokens * self._workload.vocab_size)
+
+    @property
+    def _narrow_logits(self) -> float:
+        """Their gradient, where it is narrower than they are."""
+        compute = self._strategy.compute_bytes
+        return compute * self._loss_elements if compute < 4 else 0.0

@@ -15,7 +15,7 @@ from slidedp_jax.planner.strategy import GradientRoute, Strategy
 from slidedp_jax.planner.training_state import MASTER_BYTES, resident_parameters
 from slidedp_jax.planner.workload import Workload
 
-SEVERAL_GPUS_BYTES = 1.0 * 2**15
+SEVERAL_GPUS_BYTES = 0.87 * 2**15
 """Times the root of the bytes of state on the host: what two GPUs took of host memory beside all
 that is listed here, by an upper bound of four jobs with 10 to 85 GiB of state; its cause is not
 known."""

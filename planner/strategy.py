@@ -151,9 +151,14 @@ class Strategy:
         return self.prefetch_depth + SLOTS_BESIDE_PREFETCH
 
     def boundaries_on_device(self, num_chunks: int) -> int:
-        """Inputs of layer chunks on a device at the end of forward, with those on their way."""
+        """Inputs of the lowest chunks on a device when the last of them has run, or is to go back.
+
+        With those on their way: the lowest chunks' go to the host, and while two chunks above them
+        run one has left, or is not fetched yet.
+        """
         on_host = min(self.host_boundaries, num_chunks)
-        return num_chunks - on_host + min(on_host, BOUNDARIES_IN_FLIGHT)
+        stay = num_chunks - on_host
+        return stay + max(0, min(on_host, BOUNDARIES_IN_FLIGHT) - stay // 2)
 
     @property
     def compute_bytes(self) -> int:

@@ -35,10 +35,12 @@ def test_bytes_by_hand():
     assert on_host(10).host_boundary_bytes == BOUNDARY
     assert some.host["host_boundaries"] == 10 * 4 * 2 * BOUNDARY  # microbatches, devices
     assert some.pinned_pool_bytes >= none.pinned_pool_bytes + 10 * 8 * BOUNDARY - GIB
-    # Ten leave, two of them are still on their way.
+    # Ten leave, and have left when those above them have run; of all, two are on their way.
     assert none.device_phase == some.device_phase
     part = "boundary_activations"
-    assert none.device[part] - some.device[part] == (10 - 2) * 4 * BOUNDARY
+    assert none.device[part] - some.device[part] == 10 * 4 * BOUNDARY
+    everything = memory_use(WORKLOAD, BATCH, on_host(LAYERS), HARDWARE)
+    assert none.device[part] - everything.device[part] == (LAYERS - 2) * 4 * BOUNDARY
 
 
 def test_copies_take_the_link_in_either_direction_and_hide_behind_compute():
