@@ -49,6 +49,7 @@ from slidedp_jax.models.streamed import (
     VocabularyForm,
 )
 from slidedp_jax.models.token_blocks import Arrays, in_blocks
+from slidedp_jax.models.token_loss import PLAIN, TokenLoss
 
 LOSS_CHUNK_TOKENS = 1024
 """Tokens whose logits exist at one time in the loss, where no strategy says."""
@@ -63,6 +64,7 @@ def build(
     target: ComputeTarget | None = None,
     router_losses: RouterLosses | None = None,
     expert_products: str = "auto",
+    token_loss: TokenLoss = PLAIN,
 ) -> StreamedModel:
     """A decoder as the runtime sees it.
 
@@ -77,6 +79,7 @@ def build(
       router_losses: of a mixture of experts; None: what its configuration turns on.
       expert_products: `auto` or a form of `models.product_forms`, which decides when a layer is
         traced.
+      token_loss: label smoothing and z-loss, in training and evaluation alike.
 
     Raises:
       ValueError: `attention` or `expert_products` is unknown, or, while tracing, cannot run; or a
@@ -108,7 +111,7 @@ def build(
         for kind in set(config.layer_kinds)
     }
     head = _Abstract(lambda: Head(config))
-    head_loss_for = partial(partial, _head_loss, head)
+    head_loss_for = partial(partial, _head_loss, head, token_loss)
     kinds = config.layer_kinds
     layer_fns, prefill_fns, decode_fns = {}, {}, {}
     for kind in set(kinds):
@@ -136,7 +139,7 @@ def build(
         head_loss_for=head_loss_for,
         head_logits_fn=partial(_head_logits, head),
         tied=config.tie_word_embeddings,
-        vocabulary=None if config.scale_embeddings else _vocabulary(config, head),
+        vocabulary=None if config.scale_embeddings else _vocabulary(config, head, token_loss),
         vocab_size=config.vocab_size,
         initial_value=partial(
             initial_value,
@@ -201,11 +204,14 @@ class _Abstract(Generic[_M]):
         return module
 
 
-def _vocabulary(config: ModelConfig, head: _Abstract[Head]) -> VocabularyForm:
+def _vocabulary(
+    config: ModelConfig, head: _Abstract[Head], token_loss: TokenLoss
+) -> VocabularyForm:
     tied = config.tie_word_embeddings
     return VocabularyForm(
         projection="model.embed_tokens.weight" if tied else "lm_head.weight",
         hidden_fn=partial(_head_hidden, head),
+        token_loss=token_loss,
     )
 
 
@@ -355,6 +361,7 @@ def _resolve_forms(requested: str, target: ComputeTarget | None, **shape: Any) -
 
 def _head_loss(
     head: _Abstract[Head],
+    token_loss: TokenLoss,
     loss_chunk_tokens: int,
     params: Params,
     embed_params: Params | None,
@@ -367,6 +374,7 @@ def _head_loss(
         _output_projection(params, embed_params),
         batch["targets"].reshape(-1),
         chunk_tokens=loss_chunk_tokens,
+        token_loss=token_loss,
     )
 
 

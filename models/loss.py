@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from slidedp_jax.models.batch_arrays import IGNORED
+from slidedp_jax.models.token_loss import PLAIN, TokenLoss
 from slidedp_jax.models.varying import vary_like
 
 
@@ -30,9 +31,14 @@ def project_to_vocab(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def cross_entropy_sum(
-    x: jax.Array, weight: jax.Array, targets: jax.Array, *, chunk_tokens: int
+    x: jax.Array,
+    weight: jax.Array,
+    targets: jax.Array,
+    *,
+    chunk_tokens: int,
+    token_loss: TokenLoss = PLAIN,
 ) -> jax.Array:
-    """Sum of -log softmax(x W^T)[target] over the supervised tokens.
+    """Sum of -log softmax(x W^T)[target] over the supervised tokens, or of another `token_loss`.
 
     Logits, log-sum-exp, the sum and the projection's gradient are float32; the gradients come back
     in the dtypes of `x` and `weight`.
@@ -42,6 +48,7 @@ def cross_entropy_sum(
       weight: output projection, [V, D], same dtype as `x`.
       targets: int32 [N]; -100 counts nothing. Any other id outside [0, V) makes the loss NaN.
       chunk_tokens: tokens whose logits exist at one time.
+      token_loss: label smoothing and z-loss.
 
     Returns:
       float32 scalar.
@@ -49,13 +56,15 @@ def cross_entropy_sum(
     if chunk_tokens < 1:
         raise ValueError(f"loss_chunk_tokens is {chunk_tokens}; it must be at least 1.")
     weight = vary_like(weight, x, targets)
-    return _loss(min(chunk_tokens, x.shape[0]), x, weight, targets)
+    return _loss(min(chunk_tokens, x.shape[0]), token_loss, x, weight, targets)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _loss(chunk: int, x: jax.Array, weight: jax.Array, targets: jax.Array) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _loss(
+    chunk: int, token_loss: TokenLoss, x: jax.Array, weight: jax.Array, targets: jax.Array
+) -> jax.Array:
     def add_chunk(total: jax.Array, chunk_x: jax.Array, chunk_targets: jax.Array) -> jax.Array:
-        losses, _, _ = _losses(project_to_vocab(chunk_x, weight), chunk_targets)
+        losses, _, _ = _losses(token_loss, project_to_vocab(chunk_x, weight), chunk_targets)
         return total + losses.sum()
 
     total = vary_like(jnp.zeros((), jnp.float32), x, weight, targets)
@@ -75,16 +84,22 @@ _Sums = tuple[jax.Array, jax.Array]
 
 
 def _loss_and_gradients(
-    chunk: int, x: jax.Array, weight: jax.Array, targets: jax.Array
+    chunk: int, token_loss: TokenLoss, x: jax.Array, weight: jax.Array, targets: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
     def of_chunk(
         sums: _Sums, chunk_x: jax.Array, chunk_targets: jax.Array
     ) -> tuple[_Sums, jax.Array]:
         total, d_weight = sums
         logits = project_to_vocab(chunk_x, weight)
-        losses, log_total, supervised = _losses(logits, chunk_targets)
+        losses, log_total, supervised = _losses(token_loss, logits, chunk_targets)
         is_target = lax.broadcasted_iota(jnp.int32, logits.shape, 1) == chunk_targets[:, None]
-        d_logits = jnp.exp(logits - log_total[:, None]) - is_target.astype(jnp.float32)
+        shares, wanted = token_loss.derivative_parts(
+            jnp.exp(logits - log_total[:, None]),
+            is_target.astype(jnp.float32),
+            log_total,
+            vocab_size=weight.shape[0],
+        )
+        d_logits = shares - wanted
         d_logits = jnp.where(supervised[:, None], d_logits, 0.0).astype(weight.dtype)
         d_weight += lax.dot_general(
             d_logits, chunk_x, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
@@ -111,7 +126,10 @@ def _loss_and_gradients(
 
 
 def _scale_gradients(
-    chunk: int, residuals: tuple[jax.Array, jax.Array, jax.Array], cotangent: jax.Array
+    chunk: int,
+    token_loss: TokenLoss,
+    residuals: tuple[jax.Array, jax.Array, jax.Array],
+    cotangent: jax.Array,
 ) -> tuple[jax.Array, jax.Array, None]:
     d_x, d_weight, like_weight = residuals
     scaled = (d_x.astype(jnp.float32) * cotangent).astype(d_x.dtype)
@@ -121,7 +139,9 @@ def _scale_gradients(
 _loss.defvjp(_loss_and_gradients, _scale_gradients)
 
 
-def _losses(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _losses(
+    token_loss: TokenLoss, logits: jax.Array, targets: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Per token: loss (0 where ignored), log-sum-exp of the logits, whether it is supervised."""
     supervised = targets != IGNORED
     # A negative id other than -100 must not count from the end of the vocabulary.
@@ -129,7 +149,9 @@ def _losses(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array
     wanted = jnp.where(supervised, wanted, 0)
     log_total = jax.nn.logsumexp(logits, axis=-1)
     of_target = jnp.take_along_axis(logits, wanted[:, None], axis=1, mode="fill")[:, 0]
-    return jnp.where(supervised, log_total - of_target, 0.0), log_total, supervised
+    mean_logit = logits.mean(axis=-1) if token_loss.label_smoothing else None
+    losses = token_loss.values(log_total, of_target, mean_logit)
+    return jnp.where(supervised, losses, 0.0), log_total, supervised
 
 
 def _chunk(array: jax.Array, index: jax.Array, chunk: int) -> jax.Array:

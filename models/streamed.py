@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from slidedp_jax.models.token_loss import PLAIN, TokenLoss
 from slidedp_jax.wording import short_count
 
 Params = Any
@@ -120,10 +121,12 @@ class VocabularyForm:
         which has no other parameter.
       hidden_fn: (head params, x [..., D]) -> what the projection is multiplied with, [..., D],
         token by token; where the head has a projection of its own, that is None in the params.
+      token_loss: label smoothing and z-loss.
     """
 
     projection: str
     hidden_fn: Callable[[Params, jax.Array], jax.Array]
+    token_loss: TokenLoss = PLAIN
 
 
 @dataclass(frozen=True, kw_only=True)

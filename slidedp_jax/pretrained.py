@@ -89,6 +89,8 @@ class Pretrained:
         router_aux_loss_coef: float | None = None,
         router_z_loss_coef: float = 0.0,
         expert_products: str = "auto",
+        label_smoothing: float = 0.0,
+        z_loss_coef: float = 0.0,
     ) -> StreamedModel:
         """The decoder, for `Trainer`.
 
@@ -98,6 +100,9 @@ class Pretrained:
             none; None: as config.json has it, where `output_router_logits` turns it on.
           router_z_loss_coef: of the z-loss.
           expert_products: `auto` or one of `models.product_forms`.
+          label_smoothing: share of the probability that every token of the vocabulary is to get
+            (`models.token_loss`), in evaluation as well.
+          z_loss_coef: of the square of the logits' log-sum-exp.
 
         Raises:
           UserError: a coefficient is given for a model without experts.
@@ -105,10 +110,12 @@ class Pretrained:
         # JAX must not start before `configure`.
         from slidedp_jax.models.decoder import build
         from slidedp_jax.models.router_losses import RouterLosses
+        from slidedp_jax.models.token_loss import TokenLoss
 
+        token_loss = TokenLoss(label_smoothing=label_smoothing, z_loss_coef=z_loss_coef)
         self.check_router_losses(router_aux_loss_coef, router_z_loss_coef)
         if not self.config.num_experts:
-            return build(self.config, attention=attention)
+            return build(self.config, attention=attention, token_loss=token_loss)
         if router_aux_loss_coef is None:
             router_aux_loss_coef = self.config.router_aux_loss_coef
         losses = RouterLosses(load_balance=router_aux_loss_coef, z=router_z_loss_coef)
@@ -117,6 +124,7 @@ class Pretrained:
             attention=attention,
             router_losses=losses,
             expert_products=expert_products,
+            token_loss=token_loss,
         )
 
     def check_router_losses(

@@ -13,10 +13,10 @@ from slidedp_jax.models.batch_arrays import IGNORED
 from slidedp_jax.models.sliced_loss import (
     Statistics,
     add_to_statistics,
-    log_probabilities,
     log_sums,
     no_statistics,
     slice_gradients,
+    token_losses,
 )
 from slidedp_jax.models.streamed import VocabularyForm
 from slidedp_jax.step.layer_functions import accumulate, choose, merge
@@ -67,7 +67,7 @@ class SlicedHeadPrograms:
         )
 
     def _begin(self, batch: Any) -> Statistics:
-        return no_statistics(batch["targets"].size)
+        return no_statistics(batch["targets"].size, self._form.token_loss)
 
     def _add(
         self, statistics: Statistics, rows: Any, first: Any, others: Any, x: Any, batch: Any
@@ -84,8 +84,13 @@ class SlicedHeadPrograms:
 
     def _losses(self, statistics: Statistics, batch: Any) -> tuple[jax.Array, jax.Array]:
         """Sum of the losses [1], and the logarithms of the sums of exponentials [N]."""
-        own = log_probabilities(statistics, batch["targets"].reshape(-1))
-        return -jnp.sum(own)[None], log_sums(statistics)
+        own = token_losses(
+            statistics,
+            batch["targets"].reshape(-1),
+            self._form.token_loss,
+            vocab_size=self._sizes["vocab_size"],
+        )
+        return jnp.sum(own)[None], log_sums(statistics)
 
     def _gradients(
         self,
@@ -111,6 +116,7 @@ class SlicedHeadPrograms:
             log_sum,
             jnp.where(targets == IGNORED, 0.0, -scale),
             hidden_fn=functools.partial(self._form.hidden_fn, others),
+            token_loss=self._form.token_loss,
             **self._sizes,
         )
         return d_hidden, None if own is None else own[None]

@@ -126,10 +126,10 @@ def router_loss(config, z, routers, counted):
     return config.router_aux_loss_coef * config.num_experts * balance + z * size
 
 
-def mean_loss(config, params, input_ids, labels, segment_ids, z=0.0):
+def mean_loss(config, params, input_ids, labels, segment_ids, z=0.0, smoothing=0.0, z_loss=0.0):
     """Cross-entropy of every supervised next token, divided by their number in the whole batch.
 
-    With experts, the routers' loss as well.
+    With experts, the routers' loss as well. `smoothing` and `z_loss` are those of the tokens.
     """
     routers = []
     tokens = input_ids.shape[1]
@@ -158,24 +158,35 @@ def mean_loss(config, params, input_ids, labels, segment_ids, z=0.0):
             x = x + feed_forward(weights, normed)
     x = rms_norm(x, params["model.norm.weight"], config.rms_norm_eps)
     output = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
-    log_probabilities = jax.nn.log_softmax(x[:, :-1] @ params[output].T, axis=-1)
+    logits = x[:, :-1] @ params[output].T
+    log_probabilities = jax.nn.log_softmax(logits, axis=-1)
     wanted = labels[:, 1:]
     counts = (wanted != IGNORED) & same[:, index[1:], index[:-1]] & (segment_ids[:, 1:] != 0)
     of_wanted = jnp.take_along_axis(
         log_probabilities, jnp.where(counts, wanted, 0)[..., None], axis=-1
     )[..., 0]
+    of_wanted = (1 - smoothing) * of_wanted + smoothing * log_probabilities.mean(axis=-1)
+    of_wanted -= z_loss * jax.nn.logsumexp(logits, axis=-1) ** 2
     loss = -jnp.sum(of_wanted * counts) / jnp.sum(counts)
     return loss + router_loss(config, z, routers, segment_ids > 0) if routers else loss
 
 
 @partial(jax.jit, static_argnums=0)
-def loss_and_gradients(config, params, input_ids, labels, segment_ids, z=0.0):
+def loss_and_gradients(config, params, input_ids, labels, segment_ids, *coefficients):
     return jax.value_and_grad(mean_loss, argnums=1)(
-        config, params, input_ids, labels, segment_ids, z
+        config, params, input_ids, labels, segment_ids, *coefficients
     )
 
 
-def train(config, params, optimizer: optax.GradientTransformation, batches, z=0.0):
+def train(
+    config,
+    params,
+    optimizer: optax.GradientTransformation,
+    batches,
+    z=0.0,
+    smoothing=0.0,
+    z_loss=0.0,
+):
     """One step per batch; returns losses, gradient norms, parameters and optimizer state."""
     params = {name: jnp.asarray(value) for name, value in params.items()}
     state = optimizer.init(params)
@@ -191,7 +202,14 @@ def train(config, params, optimizer: optax.GradientTransformation, batches, z=0.
         segments = batch.get("segment_ids", np.ones_like(batch["input_ids"]))
         with jax.numpy_rank_promotion("allow"):
             loss, gradients = loss_and_gradients(
-                config, params, batch["input_ids"], batch["labels"], segments, z
+                config,
+                params,
+                batch["input_ids"],
+                batch["labels"],
+                segments,
+                z,
+                smoothing,
+                z_loss,
             )
         params, state, norm = apply(params, gradients, state)
         losses.append(float(loss))

@@ -9,6 +9,7 @@ import optax
 from slidedp_jax import Trainer
 from slidedp_jax.models import decoder
 from slidedp_jax.models.config import ModelConfig, named_config
+from slidedp_jax.models.token_loss import PLAIN
 from slidedp_jax.planner.strategy import Strategy
 from slidedp_jax.state.layout import ChunkLayout
 
@@ -62,10 +63,15 @@ class Run:
 
 @contextlib.contextmanager
 def trainer(
-    config, optimizer: optax.GradientTransformation, plan: Strategy, router_losses=None, **options
+    config,
+    optimizer: optax.GradientTransformation,
+    plan: Strategy,
+    router_losses=None,
+    token_loss=PLAIN,
+    **options,
 ):
     """A trainer of `config` that is closed at the end; the kernel form is not measured."""
-    model = decoder.build(config, router_losses=router_losses)
+    model = decoder.build(config, router_losses=router_losses, token_loss=token_loss)
     options = {"kernel_form": "whole"} | options
     with Trainer(model, optimizer, strategy=plan, **options) as it:
         yield it
