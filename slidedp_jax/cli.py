@@ -16,6 +16,7 @@ _COMMANDS = {
     "plan": "predict memory and step time",
     "export": "checkpoint -> Hugging Face folder",
     "checkpoints": "list, inspect, verify, export or copy checkpoints",
+    "schema": "JSON schema of `slidedp train --config`",
     "generate": "complete a prompt with a model folder",
 }
 
@@ -80,6 +81,18 @@ def _run(command: str, rest: list[str]) -> int:
         from slidedp_jax.checkpoints import main as checkpoints
 
         return checkpoints(rest)
+    if command == "report":
+        from slidedp_jax.report import main as report
+
+        return report(rest)
+    if command == "schema":
+        from slidedp_jax.run.config_schema import config_schema_text
+
+        if rest not in ([], ["-h"], ["--help"]):
+            say_error(f"slidedp schema takes nothing, got {rest[0]!r}")
+            return 2
+        print(config_schema_text().strip() if not rest else "usage: slidedp schema > FILE.json")
+        return 0
     from slidedp_jax.generate import main as generate
 
     return generate(rest) or 0

@@ -3,6 +3,7 @@
 | file | |
 |---|---|
 | `arguments.py`, `settings_help.py` | its settings, from YAML and command line; their help |
+| `config_schema.py` | JSON schema of files of settings |
 | `other_tools.py` | settings of other trainers, answered |
 | `data_settings.py` | those of them that say how rows become examples |
 | `changes.py` | which of them a resumed run may have otherwise |

@@ -36,7 +36,14 @@ AUTO_BATCH_SIZE: Final = "auto"
 STATED = tuple(Stated.__dataclass_fields__)
 """Settings that say what the machine has that `hardware` names."""
 
-Scheduler = Literal["cosine", "linear", "constant", "constant_with_warmup"]
+Scheduler = Literal[
+    "cosine",
+    "linear",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+    "warmup_stable_decay",
+]
 
 
 def _setting(group: str, text: str, default: Any = dataclasses.MISSING) -> Any:
@@ -102,7 +109,22 @@ class TrainArguments:
     )
     warmup_ratio: float = _setting("training", "share of steps, where warmup_steps is null", 0.03)
     min_lr_ratio: float = _setting("training", "final over peak learning rate", 0.0)
+    lr_decay_steps: int | None = _setting(
+        "training", "last steps of warmup_stable_decay; null: by lr_decay_ratio", None
+    )
+    lr_decay_ratio: float = _setting(
+        "training", "share of steps, where lr_decay_steps is null", 0.1
+    )
+    lr_decay_type: Literal["cosine", "linear", "1-sqrt"] = _setting(
+        "training", "of warmup_stable_decay", "cosine"
+    )
+    learning_rate_by_name: dict[str, float] = _setting(
+        "training", "pattern of parameter names -> peak learning rate, JSON", {}
+    )
     weight_decay: float = _setting("training", "decoupled; not on norms and biases", 0.0)
+    weight_decay_by_name: dict[str, float] = _setting(
+        "training", "pattern of parameter names -> weight decay, JSON", {}
+    )
     adam_beta1: float = _setting("training", "AdamW and Lion; SGD's momentum", 0.9)
     adam_beta2: float = _setting("training", "AdamW and Lion", 0.999)
     adam_epsilon: float = _setting("training", "AdamW", 1e-8)
@@ -110,6 +132,10 @@ class TrainArguments:
     on_nonfinite: Literal["stop", "skip"] = _setting("training", "non-finite gradients", "stop")
     max_loss: float | None = _setting("training", "treat a larger loss like those", None)
     max_consecutive_skips: int = _setting("training", "skips in a row before it stops", 10)
+    label_smoothing_factor: float = _setting(
+        "training", "of the targets, in evaluation too; 0 for none", 0.0
+    )
+    z_loss_coef: float = _setting("training", "of the square of the logits' log-sum-exp", 0.0)
     freeze: list[str] = _setting("training", "patterns of names that stay as they are", [])
     router_aux_loss_coef: float | None = _setting(
         "training", "experts' load balance; null: as config.json says", None
@@ -180,6 +206,16 @@ class TrainArguments:
     eval_steps: int | None = _setting("output", "steps between evaluations; null: at the end", None)
     eval_at_start: bool = _setting("output", "the held-out loss before the first step, too", False)
     logging_steps: int = _setting("output", "steps between console lines", 1)
+    report_to: list[str] = _setting(
+        "output", "tensorboard, wandb, beside metrics.jsonl; none for neither", []
+    )
+    run_name: str | None = _setting("output", "for wandb; null: the name of output_dir", None)
+    logging_dir: str | None = _setting(
+        "output", "of tensorboard; null: tensorboard/ in output_dir", None
+    )
+    profile_steps: str | None = _setting(
+        "output", "first:last of the steps to trace into profile/, such as 3:5", None
+    )
     disable_tqdm: bool = _setting("output", "no bar on a terminal", False)
     verbose: bool = _setting("output", "print the whole plan and the data's report first", False)
     export: bool = _setting("output", "write a Hugging Face folder at the end", True)
@@ -213,13 +249,16 @@ class TrainArguments:
         self._require("save_total_limit", self.save_total_limit >= 1, "at least 1")
         self._check_saving()
         self._require("num_train_epochs", 0 < self.num_train_epochs < math.inf, "positive")
-        numbers = ("learning_rate", "weight_decay", "warmup_steps", "max_grad_norm")
+        numbers = ("learning_rate", "weight_decay", "warmup_steps", "max_grad_norm", "z_loss_coef")
+        numbers += ("lr_decay_steps",)
         for name in (*numbers, "router_aux_loss_coef", "router_z_loss_coef"):
             value = getattr(self, name) or 0
             self._require(name, 0 <= value < math.inf, "a finite number, not negative")
-        for name in ("warmup_ratio", "min_lr_ratio"):
+        for name in ("warmup_ratio", "min_lr_ratio", "lr_decay_ratio"):
             self._require(name, 0 <= getattr(self, name) <= 1, "0 to 1")
-        for name in ("adam_beta1", "adam_beta2"):
+        self._check_by_name()
+        self._check_reports()
+        for name in ("adam_beta1", "adam_beta2", "label_smoothing_factor"):
             self._require(name, 0 <= getattr(self, name) < 1, "0 to 1, 1 excluded")
         self._require("adam_epsilon", 0 < self.adam_epsilon < math.inf, "positive")
         self._require("max_seq_length", self.max_seq_length >= 2, "at least 2")
@@ -252,6 +291,48 @@ class TrainArguments:
             raise UserError("hardware plans for another machine; it goes with --dry_run only")
         if not self.train_file:
             raise UserError("train_file is empty; give at least one file")
+
+    def _check_by_name(self) -> None:
+        for name in ("learning_rate_by_name", "weight_decay_by_name"):
+            values = getattr(self, name).values()
+            ok = all(0 <= value < math.inf for value in values)
+            self._require(name, ok, "finite numbers, not negative, by pattern")
+        if self.learning_rate_by_name and not self.learning_rate:
+            raise UserError(
+                "learning_rate_by_name goes with a learning_rate above 0, whose schedule it has"
+            )
+        if self.weight_decay_by_name and self.optim == "muon":
+            raise UserError(
+                "weight_decay_by_name is not for muon, which decays the matrices of the layers "
+                "alone; drop it, or use another optim"
+            )
+
+    def _check_reports(self) -> None:
+        known = {"tensorboard", "wandb", "none"}
+        self._require(
+            "report_to", known.issuperset(self.report_to), f"of {', '.join(sorted(known))}"
+        )
+        self._require(
+            "report_to", "none" not in self.report_to or len(self.report_to) == 1, "none alone"
+        )
+        _ = self.profiled
+
+    @property
+    def trackers(self) -> list[str]:
+        """What `report_to` names, each once."""
+        return [name for name in dict.fromkeys(self.report_to) if name != "none"]
+
+    @property
+    def profiled(self) -> tuple[int, int] | None:
+        """First and last step of `profile_steps`."""
+        if self.profile_steps is None:
+            return None
+        first, colon, last = self.profile_steps.partition(":")
+        ok = bool(colon) and first.isdecimal() and last.isdecimal()
+        self._require(
+            "profile_steps", ok and 1 <= int(first) <= int(last), "first:last, such as 3:5"
+        )
+        return int(first), int(last)
 
     def _check_saving(self) -> None:
         for name in ("save_minutes", "save_buffer", "stop_within"):
@@ -346,7 +427,11 @@ def convert(name: str, value: Any) -> Any:
     if origin is list:
         return [str(item) for item in (value if isinstance(value, list) else [value])]
     if origin is dict:
-        return _mapping(name, _scalar(name, value))
+        mapping = _mapping(name, _scalar(name, value))
+        kind = typing.get_args(hint)[1]
+        if kind is float:
+            return {key: _plain(f"{name}[{key}]", own, float) for key, own in mapping.items()}
+        return mapping
     value = _scalar(name, value)
     if origin is Literal:
         return _choice(name, str(value), typing.get_args(hint))

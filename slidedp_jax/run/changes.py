@@ -53,6 +53,10 @@ MAY_CHANGE = frozenset(
         "eval_at_start",
         "validation_file",
         "logging_steps",
+        "report_to",
+        "run_name",
+        "logging_dir",
+        "profile_steps",
         "disable_tqdm",
         "verbose",
         "export",
@@ -75,6 +79,10 @@ SCHEDULE = (
     "warmup_steps",
     "warmup_ratio",
     "min_lr_ratio",
+    "lr_decay_steps",
+    "lr_decay_ratio",
+    "lr_decay_type",
+    "learning_rate_by_name",
 )
 """Settings of the learning rate at each step."""
 
@@ -99,6 +107,9 @@ DATA = (
 ALLOWABLE = (
     *SCHEDULE,
     "weight_decay",
+    "weight_decay_by_name",
+    "label_smoothing_factor",
+    "z_loss_coef",
     "adam_beta1",
     "adam_beta2",
     "adam_epsilon",

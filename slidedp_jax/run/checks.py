@@ -71,12 +71,14 @@ def load_inputs(
     Raises:
       UserError: anything about them that would stop the run later.
     """
+    from slidedp_jax.run.optimizers import check_patterns  # which imports JAX
+
     pretrained = from_pretrained(
         args.model_name_or_path, weights=False, chat_template=args.chat_template_path, now=now
     )
     if pretrained.has_weights if args.dry_run else pretrained.hub_name is None:
         pretrained.fetch_weights()
-    frozen_names(pretrained.config.parameter_shapes(), args.freeze)
+    check_patterns(args, _trained_shapes(args, pretrained.config))
     pretrained.check_router_losses(args.router_aux_loss_coef, args.router_z_loss_coef)
     for path in (*args.train_file, *args.validation_file):
         if not pathlib.Path(path).is_file():

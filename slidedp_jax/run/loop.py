@@ -134,6 +134,8 @@ class Run:
                 router_aux_loss_coef=args.router_aux_loss_coef,
                 router_z_loss_coef=args.router_z_loss_coef,
                 expert_products=args.expert_products,
+                label_smoothing=args.label_smoothing_factor,
+                z_loss_coef=args.z_loss_coef,
             ),
             make_optimizer(args, inputs.num_steps),
             strategy=strategy,

@@ -86,6 +86,12 @@ _CALLED: _Table = (
         "column_map",
     ),
     ("router_aux_loss_coef", "moe_aux_loss_coef moe_aux_loss_coeff aux_loss_coef"),
+    ("label_smoothing_factor", "label_smoothing"),
+    ("z_loss_coef", "z_loss z_loss_weight z_loss_multiplier zloss"),
+    ("learning_rate_by_name", "lr_groups embedding_lr"),
+    ("lr_decay_steps", "num_decay_steps decay_steps"),
+    ("lr_decay_type", "decay_type"),
+    ("profile_steps", "profiler_steps profile profiler_steps_start"),
     ("router_z_loss_coef", "moe_z_loss_coef moe_z_loss_coeff router_z_loss"),
     ("max_loss", "loss_watchdog_threshold"),
     ("device_memory_budget", "gpu_memory_limit gpu_memory_utilization"),
@@ -168,12 +174,12 @@ _ANSWERS: _Table = (
         "heads_k_stride ring_attn_func ddp log_on_each_node save_on_each_node ddp_* nccl_*",
     ),
     (
-        "there are no trackers: metrics.jsonl in `output_dir` has a line per step (loss, "
-        "grad_norm, learning_rate, tokens_per_second, ...)",
-        "logging_dir report_to run_name project tracker_project_name log_with use_wandb "
-        "use_tensorboard use_mlflow use_comet tensorboard logger log_level log_level_replica "
-        "metric_logger plot_loss with_tracking use_swanlab wandb_* swanlab_* mlflow_* comet_* "
-        "trackio_* tensorboard_* neptune_*",
+        "`report_to` takes tensorboard and wandb (project and entity: WANDB_PROJECT, WANDB_ENTITY); "
+        "metrics.jsonl in `output_dir` has a line per step (loss, grad_norm, learning_rate, "
+        "tokens_per_second, ...), and `slidedp report` draws it",
+        "project tracker_project_name log_with use_wandb use_tensorboard use_mlflow use_comet "
+        "tensorboard logger log_level log_level_replica metric_logger plot_loss with_tracking "
+        "use_swanlab wandb_* swanlab_* mlflow_* comet_* trackio_* tensorboard_* neptune_*",
     ),
     (
         "nothing stops early and no other weights are loaded at the end: `save_best` keeps the "
@@ -259,7 +265,7 @@ _ANSWERS: _Table = (
     (
         "the loss is the cross-entropy of the supervised tokens, averaged over all of a step; a "
         "loss of one's own goes with slidedp_jax.adapt (docs/bring_your_own_model.md)",
-        "label_smoothing label_smoothing_factor neftune_noise_alpha noisy_embedding_alpha "
+        "neftune_noise_alpha noisy_embedding_alpha "
         "loss_type use_dft_loss average_tokens_across_devices ignore_pad_token_for_loss loss",
     ),
     (
@@ -278,8 +284,8 @@ _ANSWERS: _Table = (
     (
         "`optim` is adamw, lion, sgd, adafactor or muon; a script takes any optax transformation, "
         "with groups, schedules and masks (slidedp_jax.Trainer)",
-        "optim_args optim_target_modules optimizer_kwargs lr_scheduler_kwargs lr_groups "
-        "embedding_lr embedding_lr_scale adam_beta3 adam_epsilon2 use_galore use_apollo use_badam "
+        "optim_args optim_target_modules optimizer_kwargs lr_scheduler_kwargs "
+        "embedding_lr_scale adam_beta3 adam_epsilon2 use_galore use_apollo use_badam "
         "use_adam_mini lr_quadratic_warmup cosine_constant_lr_ratio layerwise_lr_decay galore_* "
         "apollo_* badam_*",
     ),
@@ -320,9 +326,8 @@ _ANSWERS: _Table = (
         "include_effective_tokens_per_second skip_memory_metrics logging_nan_inf_filter",
     ),
     (
-        "`dry_run` checks everything without training; a trace: jax.profiler.trace around "
-        "Trainer.step in a script",
-        "debug profiler_steps profile",
+        "`dry_run` checks everything without training; `profile_steps` traces some steps",
+        "debug",
     ),
     (
         "config.json of the model's folder decides; change it there",

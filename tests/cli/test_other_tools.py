@@ -83,8 +83,8 @@ def test_every_setting_of_transformers_is_answered():
         ("resume_from_checkpoint", "resuming is automatic"),
         ("gradient_checkpointing", "recomputation is planned"),
         ("deepspeed", "the training state lies in host memory in any case"),
-        ("logging_dir", "metrics.jsonl"),
-        ("report_to", "there are no trackers"),
+        ("use_tensorboard", "`report_to` takes tensorboard and wandb"),
+        ("plot_loss", "`slidedp report` draws it"),
         ("lora_r", "every parameter is trained"),
         ("load_in_4bit", "nothing is quantised"),
         ("fp16", "there is no float16"),
@@ -121,7 +121,7 @@ def test_each_name_is_answered_once_and_no_setting_of_ours_is():
 def test_answers_name_settings_that_exist():
     texts = set(ANSWERS.values())
     named = {word for text in texts for word in re.findall("`([^`]*)`", text)}
-    commands = {"slidedp plan", "slidedp preview", "huggingface-cli upload"}
+    commands = {"slidedp plan", "slidedp preview", "slidedp report", "huggingface-cli upload"}
     assert "keep_activations" in named and named - commands <= set(FIELDS)
 
 

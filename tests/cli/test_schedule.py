@@ -65,6 +65,51 @@ def test_rates_equal_transformers(kind, warmup):
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-9)
 
 
+@pytest.mark.parity
+@pytest.mark.parametrize("warmup", [0, 7])
+@pytest.mark.parametrize(
+    ("kind", "decay", "floor"),
+    [
+        ("inverse_sqrt", "cosine", 0.0),
+        ("warmup_stable_decay", "cosine", 0.0),
+        ("warmup_stable_decay", "linear", 0.2),
+        ("warmup_stable_decay", "1-sqrt", 0.1),
+    ],
+)
+def test_more_rates_equal_transformers(kind, decay, floor, warmup):
+    torch = pytest.importorskip("torch")
+    optimization = pytest.importorskip("transformers.optimization")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2e-3)
+    if kind == "inverse_sqrt":
+        scheduler = optimization.get_inverse_sqrt_schedule(optimizer, warmup)
+    else:
+        scheduler = optimization.get_wsd_schedule(
+            optimizer, warmup, 10, 40, decay_type=decay, min_lr_ratio=floor
+        )
+    expected = []
+    for _ in range(41):
+        expected.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    shape = {"lr_decay_steps": 10, "lr_decay_type": decay, "min_lr_ratio": floor}
+    got = rates(40, lr_scheduler_type=kind, warmup_steps=warmup, warmup_ratio=0.0, **shape)
+    # There the warm-up begins at `min_lr_ratio`, here at 0 as with all schedules.
+    first = warmup if floor else 0
+    np.testing.assert_allclose(got[first:], expected[first:], rtol=1e-5, atol=1e-9)
+
+
+def test_the_decay_by_hand():
+    """A tenth of 20 steps by default; where it is longer than what is left, after the warm-up."""
+    wsd = {"lr_scheduler_type": "warmup_stable_decay", "lr_decay_type": "linear"}
+    got = rates(20, warmup_steps=2, **wsd)
+    np.testing.assert_allclose(got, [0, 1e-3, *[2e-3] * 17, 1e-3, 0], rtol=1e-6, atol=1e-10)
+    got = rates(6, warmup_steps=4, lr_decay_steps=100, **wsd)
+    np.testing.assert_allclose(got, [0, 5e-4, 1e-3, 1.5e-3, 2e-3, 1e-3, 0], rtol=1e-6, atol=1e-10)
+    got = rates(8, lr_scheduler_type="inverse_sqrt", warmup_steps=2, min_lr_ratio=0.6)
+    expected = [0, 1e-3, *(2e-3 * max(0.6, (2 / k) ** 0.5) for k in range(2, 9))]
+    np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-10)
+
+
 def test_the_rate_depends_on_the_step_alone():
     schedule = learning_rate(arguments(warmup_steps=3), 10)
     forward = [float(schedule(step)) for step in range(11)]
