@@ -97,8 +97,10 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int, stop: S
     from slidedp_jax.run.resume import recorded_strategy, resumption
     from slidedp_jax.run.same_inputs import check_same, differ
     from slidedp_jax.run.saving import save_notes
+    from slidedp_jax.run.trackers import check_trackers
     from slidedp_jax.run.ways_out import plan_or_ways_out
 
+    check_trackers(args)
     started = folder.started
     inputs = load_inputs(args, num_devices, started)
     resumed, notes = resumption(folder.resume_from), list(folder.notes)

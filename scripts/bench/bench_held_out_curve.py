@@ -205,7 +205,7 @@ class Torch:
 
     def share(self, done: int) -> float:
         """Of the peak rate after so many updates."""
-        warmup, steps = self.args.warmup, self.args.steps
+        warmup, steps = int(self.args.warmup), int(self.args.steps)
         if done < warmup:
             return done / max(1, warmup)
         return 0.5 * (1 + math.cos(math.pi * (done - warmup) / max(1, steps - warmup)))

@@ -20,6 +20,9 @@
 | `learning_rate.py`, `optimizers.py` | its schedule; the optimizers by name |
 | `overview.py` | what is printed before it begins |
 | `progress.py`, `metrics_file.py` | what is printed on the way, and `metrics.jsonl` |
+| `step_lanes.py`, `spikes.py` | what a record says of lanes; steps that stand out |
+| `trackers.py` | TensorBoard and Weights & Biases |
+| `profile.py` | a timeline of some steps |
 | `bar.py`, `step_text.py`, `time_text.py` | the bar of a terminal; a step and times in words |
 | `export.py`, `model_card.py` | Hugging Face folders of the result |
 | `out_of_memory.py` | what a run that ran out of a GPU's memory says |

@@ -250,8 +250,8 @@ class TrainArguments:
         self._check_saving()
         self._require("num_train_epochs", 0 < self.num_train_epochs < math.inf, "positive")
         numbers = ("learning_rate", "weight_decay", "warmup_steps", "max_grad_norm", "z_loss_coef")
-        numbers += ("lr_decay_steps",)
-        for name in (*numbers, "router_aux_loss_coef", "router_z_loss_coef"):
+        more = ("lr_decay_steps", "router_aux_loss_coef", "router_z_loss_coef")
+        for name in (*numbers, *more):
             value = getattr(self, name) or 0
             self._require(name, 0 <= value < math.inf, "a finite number, not negative")
         for name in ("warmup_ratio", "min_lr_ratio", "lr_decay_ratio"):

@@ -325,6 +325,13 @@ def setting_notes(inputs: RunInputs, args: TrainArguments) -> list[str]:
         notes.append("learning_rate is 0: nothing is learnt")
     if args.eval_steps is not None and not args.validation_file:
         notes.append("eval_steps without validation_file: nothing is evaluated")
+    if args.profiled is not None and args.profiled[1] <= inputs.first_step:
+        notes.append(f"profile_steps {args.profile_steps} are done already: nothing is traced")
+    elif args.profiled is not None and args.profiled[0] > inputs.num_steps:
+        notes.append(
+            f"profile_steps {args.profile_steps} is beyond the last step, {inputs.num_steps}: "
+            "nothing is traced"
+        )
     if args.warmup_steps is not None and args.warmup_steps >= inputs.num_steps:
         notes.append(
             f"warmup_steps is {args.warmup_steps} of {inputs.num_steps} steps: the peak learning "

@@ -34,13 +34,17 @@ from slidedp_jax.run.learning_rate import learning_rate
 from slidedp_jax.run.metrics_file import EVALUATED_ROWS, MetricsFile, has_evaluation
 from slidedp_jax.run.optimizers import make_optimizer
 from slidedp_jax.run.overview import step_seconds
+from slidedp_jax.run.profile import Profile
 from slidedp_jax.run.progress import LoadProgress, Progress
 from slidedp_jax.run.record import IN_CHECKPOINT, essential
 from slidedp_jax.run.resume import Resumption, planned_for, rounding_to_begin_with, xla_flags
 from slidedp_jax.run.same_inputs import base_model_name, fingerprints
 from slidedp_jax.run.saving import Saves
+from slidedp_jax.run.step_lanes import lane_seconds
+from slidedp_jax.run.trackers import make_tools
 from slidedp_jax.state.starting_state import TO_BE_RESTORED
 from slidedp_jax.state.weight_rounding import Rounding
+from slidedp_jax.tracer import StepTracer
 from slidedp_jax.trainer import Trainer
 from slidedp_jax.wording import counted
 
@@ -73,6 +77,8 @@ class Run:
         self._padding_seen = 0
         self._skipped = 0
         self._timed: list[tuple[int, float]] = []
+        self._tracer = StepTracer()
+        self._to_track: list[dict[str, Any]] = []
         self._saves = Saves(
             args,
             plan,
@@ -149,6 +155,7 @@ class Run:
             max_loss=args.max_loss,
             max_consecutive_skips=args.max_consecutive_skips,
             documents_per_row=inputs.source.documents_per_row,
+            tracer=self._tracer,
         )
         what = "weights loaded" if load else "room for the state made"
         store = trainer.store
@@ -176,10 +183,19 @@ class Run:
             num_steps=num_steps,
             logging_steps=args.logging_steps,
             bar=not args.disable_tqdm,
+            tools=make_tools(args, first_step=first_step, starts=self._run_record["starts"]),
+        )
+        progress.track(self._to_track)
+        gpus = current_setup().devices()[0][0].platform == "gpu"
+        profile = Profile(
+            args.profiled, self._folder.root / "profile", self._tracer, progress.say, gpus=gpus
         )
         try:
             for step in range(first_step + 1, num_steps + 1):
-                progress.step(self._step(trainer, step, progress))
+                profile.before(step)
+                record = self._step(trainer, step, progress)
+                profile.after(record)
+                progress.step(record)
                 last = step == num_steps
                 stopping = self._stop.requested
                 ends = stopping or (last and args.save_at_end)
@@ -199,6 +215,7 @@ class Run:
             self._saves.settle(progress, error)
             raise
         finally:
+            profile.close()
             progress.close()
 
     def _step(self, trainer: Trainer, step: int, progress: Progress) -> dict[str, Any]:
@@ -208,6 +225,7 @@ class Run:
         progress.begin_step(batch.arrays["input_ids"].shape[1])
         arrays = batch.arrays | {"row_ids": np.array(batch.row_ids)}
         metrics = trainer.step(arrays)
+        issued = time.perf_counter()
         loss, norm, skipped = metrics.loss, metrics.grad_norm, metrics.skipped
         seconds = time.perf_counter() - start
         self._timed.append((batch.num_tokens, seconds))
@@ -224,6 +242,7 @@ class Run:
             "epoch": round(self._inputs.source.epochs_after(), 4),
             "loss": loss,
             "grad_norm": norm,
+            **({} if self._args.clip is None else {"clipped": norm > self._args.clip}),
             **({"aux_loss": metrics.aux_loss, **metrics.figures} if metrics.figures else {}),
             # Steps that were skipped do not count for the optimizer.
             "learning_rate": _short(self._schedule(step - 1 - (self._skipped - skipped))),
@@ -234,9 +253,12 @@ class Run:
             "tokens_per_second_per_device": batch.num_tokens / seconds / num_devices,
             "step_time_s": seconds,
             "data_time_s": data_s,
+            **lane_seconds(self._tracer.take()),
+            "wait_device_s": start + seconds - issued,
             "mfu": flops / seconds / peak,
             "device_peak_gib": _device_peak_gib(),
             "skipped_steps": self._skipped,
+            **({"skipped": True} if skipped else {}),
             "row_ids": batch.row_ids,
         }
 
@@ -255,8 +277,13 @@ class Run:
         if has_evaluation(self._folder.metrics, step, self._held_out_rows()):
             return
         metrics = MetricsFile(self._folder.metrics)
+
+        def write(record: dict[str, Any]) -> None:
+            metrics.write(record)
+            self._to_track.append(record)
+
         try:
-            self._evaluate(trainer, step, metrics.write, functools.partial(print, flush=True))
+            self._evaluate(trainer, step, write, functools.partial(print, flush=True))
         finally:
             metrics.close()
 

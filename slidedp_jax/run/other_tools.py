@@ -174,7 +174,8 @@ _ANSWERS: _Table = (
         "heads_k_stride ring_attn_func ddp log_on_each_node save_on_each_node ddp_* nccl_*",
     ),
     (
-        "`report_to` takes tensorboard and wandb (project and entity: WANDB_PROJECT, WANDB_ENTITY); "
+        "`report_to` takes tensorboard and wandb (project and entity: WANDB_PROJECT, "
+        "WANDB_ENTITY); "
         "metrics.jsonl in `output_dir` has a line per step (loss, grad_norm, learning_rate, "
         "tokens_per_second, ...), and `slidedp report` draws it",
         "project tracker_project_name log_with use_wandb use_tensorboard use_mlflow use_comet "

@@ -7,14 +7,16 @@ import pathlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
 
 from slidedp_jax.run.metrics_file import MetricsFile
+from slidedp_jax.run.spikes import Spikes, spike_text
 from slidedp_jax.run.step_text import step_line
+from slidedp_jax.run.trackers import Tool, Trackers
 
 if TYPE_CHECKING:
     from slidedp_jax.run.bar import StepBar
@@ -29,6 +31,7 @@ class Progress:
       num_steps: steps in all.
       logging_steps: steps between console lines.
       bar: whether a bar may be drawn.
+      tools: TensorBoard and the like, by name.
     """
 
     def __init__(
@@ -39,13 +42,20 @@ class Progress:
         num_steps: int,
         logging_steps: int,
         bar: bool,
+        tools: Mapping[str, Tool] | None = None,
     ):
         self._file = MetricsFile(path)
         self._num_steps = num_steps
         self._logging_steps = logging_steps
         self._first = first_step
-        self._start = self._first_ended = time.perf_counter()
+        self._start = self._last_end = time.perf_counter()
+        self._durations = Durations()
+        self._spikes = Spikes()
+        self._clipped = 0
         self._widths: set[int] = set()
+        self._compiles = False
+        self._trackers = Trackers(tools or {}, self.say)
+        self._last_step = first_step
         self._process = psutil.Process()
         self._bar: StepBar | None = None
         if bar and sys.stdout.isatty():
@@ -56,7 +66,8 @@ class Progress:
 
     def begin_step(self, width: int) -> None:
         """A step of rows of `width` tokens begins; programs for new widths are compiled first."""
-        if width in self._widths:
+        self._compiles = width not in self._widths
+        if not self._compiles:
             return
         self._widths.add(width)
         first = len(self._widths) == 1
@@ -76,28 +87,39 @@ class Progress:
             self._bar.doing(None)
 
     def step(self, record: dict[str, Any]) -> None:
-        """Log a step; adds host memory and the time that is left."""
+        """Log a step; adds host memory, what is left, the share of clipped steps, and spikes."""
+        step, now = record["step"], time.perf_counter()
+        left = self._durations.left_s(
+            now - self._last_end, compiles=self._compiles, steps=self._num_steps - step
+        )
+        self._last_end, self._last_step = now, step
+        found = self._spikes.look(record)
         record = record | {
             "host_rss_gib": round(self._process.memory_info().rss / 2**30, 3),
-            "eta_s": self._left_s(record["step"]),
+            "elapsed_s": round(now - self._start, 3),
+            "eta_s": left,
+            **({"spikes": found} if found else {}),
         }
+        if "clipped" in record:
+            self._clipped += record["clipped"]
+            record["clipped_share"] = round(self._clipped / (step - self._first), 4)
         self.write(record)
         if self._bar is not None:
             self._bar.step(record)
-        if record["step"] % self._logging_steps == 0 or record["step"] == self._num_steps:
+        if found or record.get("skipped"):
+            self.say(spike_text(record, found or ["loss"], self._spikes))
+        if step % self._logging_steps == 0 or step == self._num_steps:
             self.say(step_line(record, self._num_steps))
-
-    def _left_s(self, step: int) -> float | None:
-        """By the steps so far without the first, which compiles; None after that one alone."""
-        now, done = time.perf_counter(), step - self._first
-        if done == 1:
-            self._first_ended = now
-            return None if step < self._num_steps else 0.0
-        return round((now - self._first_ended) / (done - 1) * (self._num_steps - step), 1)
 
     def write(self, record: dict[str, Any]) -> None:
         """Write a record, of a step or an evaluation."""
         self._file.write(record)
+        self._trackers.write(record)
+
+    def track(self, records: Iterable[dict[str, Any]]) -> None:
+        """Hand on to the trackers what is in the file already."""
+        for record in records:
+            self._trackers.write(record)
 
     def say(self, text: str) -> None:
         """Print a line without disturbing the bar."""
@@ -107,10 +129,38 @@ class Progress:
             print(text, flush=True)
 
     def close(self) -> None:
-        """End the bar and the file."""
+        """End the bar, the trackers and the file."""
         if self._bar is not None:
             self._bar.stop()
+        self._trackers.close(complete=self._last_step >= self._num_steps)
         self._file.close()
+
+
+class Durations:
+    """How long steps took, evaluations and saves between them included.
+
+    Steps that compile are left out: what is left of a run rarely does.
+    """
+
+    def __init__(self) -> None:
+        self._total_s, self._count = 0.0, 0
+
+    def left_s(self, seconds: float, *, compiles: bool, steps: int) -> float | None:
+        """Seconds that the steps left will take.
+
+        Args:
+          seconds: from the end of the step before to that of this one.
+          compiles: this one had programs to compile.
+          steps: that are left.
+
+        Returns:
+          None while every step has compiled.
+        """
+        if not compiles:
+            self._total_s, self._count = self._total_s + seconds, self._count + 1
+        if not steps:
+            return 0.0
+        return round(self._total_s / self._count * steps, 1) if self._count else None
 
 
 class LoadProgress:

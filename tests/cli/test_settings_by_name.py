@@ -1,4 +1,4 @@
-"""Learning rates and decay by patterns of names; label smoothing and z-loss as settings of a run."""
+"""Rates and decay by patterns of names; label smoothing and z-loss as settings of a run."""
 
 import json
 

@@ -1,0 +1,324 @@
+"""`--profile_steps A:B`: a timeline of some steps, and one paragraph on what bounds them.
+
+The timeline is in Chrome's trace format, which https://ui.perfetto.dev opens: our own lanes, and on
+GPUs what ran on each of their streams, as jax.profiler gives it. Its clock begins within a
+millisecond or so of ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import pathlib
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from slidedp_jax.tracer import Span, StepTracer
+from slidedp_jax.whole_files import write_whole
+
+_LANES = {
+    "step": "steps",
+    "compute": "step's thread: compute, handed over",
+    "h2d": "step's thread: copies to the devices, handed over",
+    "d2h": "step's thread: copies to the host, handed over",
+    "wait": "step's thread: waits",
+    "norm": "update thread: waits for the last gradients",
+    "host_update": "update thread: the optimizer",
+    "save": "checkpoints",
+}
+"""Rows of the timeline, from the top."""
+
+_MICROSECONDS = 1e6
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceSpan:
+    """What one GPU did.
+
+    Attributes:
+      device: as `GPU:0`.
+      lane: `compute`, `h2d` or `d2h`.
+      name: of the kernel or copy.
+      start_s: since the trace began.
+      end_s: likewise.
+    """
+
+    device: str
+    lane: str
+    name: str
+    start_s: float
+    end_s: float
+
+
+class Profile:
+    """Traces the steps of one range.
+
+    Args:
+      steps: first and last; None: none.
+      folder: where it goes.
+      tracer: of the trainer.
+      say: prints a line.
+      gpus: whether GPUs compute, which jax.profiler can look at.
+    """
+
+    def __init__(
+        self,
+        steps: tuple[int, int] | None,
+        folder: pathlib.Path,
+        tracer: StepTracer,
+        say: Callable[[str], None],
+        *,
+        gpus: bool,
+    ):
+        self._steps, self._folder, self._tracer, self._say = steps, folder, tracer, say
+        self._gpus = gpus
+        self._records: list[Mapping[str, Any]] = []
+        self._on = False
+
+    def before(self, step: int) -> None:
+        """A step begins."""
+        if self._steps is None or self._on or not self._steps[0] <= step <= self._steps[1]:
+            return
+        self._on, self._records = True, []
+        if self._gpus:
+            with self._unless_it_fails("jax.profiler cannot start"):
+                jax.profiler.start_trace(str(self._raw))
+        self._tracer.keep_spans()
+
+    def after(self, record: Mapping[str, Any]) -> None:
+        """A step has ended, and this is its record."""
+        if not self._on:
+            return
+        self._records.append(record)
+        if self._steps is not None and record["step"] >= self._steps[1]:
+            self.close()
+
+    def close(self) -> None:
+        """Write what has been traced, if anything."""
+        if not self._on:
+            return
+        self._on = False
+        spans = self._tracer.kept_spans()
+        on_devices: list[DeviceSpan] = []
+        if self._gpus:
+            with self._unless_it_fails("what the GPUs did is not known"):
+                jax.profiler.stop_trace()
+                on_devices = read_device_spans(self._raw)
+            shutil.rmtree(self._raw, ignore_errors=True)
+        if not self._records:
+            return
+        first, last = self._records[0]["step"], self._records[-1]["step"]
+        path = self._folder / f"steps_{first}_{last}.trace.json"
+        with self._unless_it_fails("the profile cannot be written"):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            events = trace_events(spans, on_devices, self._records)
+            write_whole(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+            text = what_bounds(self._records, on_devices)
+            write_whole(path.with_name(f"steps_{first}_{last}.txt"), text + "\n")
+            self._say(f"profile: {text}\n  timeline: {path} (open it at https://ui.perfetto.dev)")
+
+    @property
+    def _raw(self) -> pathlib.Path:
+        return self._folder / "jax"
+
+    @contextlib.contextmanager
+    def _unless_it_fails(self, what: str) -> Any:
+        """A profile is not worth a run."""
+        try:
+            yield
+        except Exception as error:  # of a profiler, or a full disk
+            self._say(f"warning: {what} ({type(error).__name__}: {error})")
+
+
+def trace_events(
+    spans: Iterable[Span], on_devices: Iterable[DeviceSpan], records: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Complete events and names of rows, in Chrome's format.
+
+    Args:
+      spans: of our lanes.
+      on_devices: of the GPUs.
+      records: of the steps, which followed each other from time 0 on.
+    """
+    rows: dict[tuple[str, str], list[tuple[float, float, str]]] = {}
+    for lane in _LANES:
+        rows["slidedp_jax", lane] = []
+    end = 0.0
+    for record in records:
+        begin, end = end, end + record["step_time_s"]
+        rows["slidedp_jax", "step"].append((begin, end, f"step {record['step']}"))
+    for span in spans:
+        lane = "norm" if span.name == "wait for the norm" else str(span.lane)
+        rows["slidedp_jax", lane].append((span.start_s, span.end_s, span.name))
+    for own in on_devices:
+        key = own.device, own.lane
+        rows.setdefault(key, []).append((own.start_s, own.end_s, own.name))
+    events: list[dict[str, Any]] = []
+    processes = list(dict.fromkeys(process for process, _ in rows))
+    for number, (process, lane) in enumerate(rows):
+        pid = processes.index(process)
+        name = _LANES[lane] if pid == 0 else lane
+        events += _row_events(pid, number * 100, name, rows[process, lane])
+    for pid, process in enumerate(processes):
+        events.append(_named("process_name", pid, 0, process))
+    return events
+
+
+def _row_events(
+    pid: int, tid: int, name: str, found: list[tuple[float, float, str]]
+) -> list[dict[str, Any]]:
+    """Events of a lane; what overlaps, as the writers of checkpoints do, gets a row of its own."""
+    if not found:
+        return []
+    events, ends = [], list[float]()
+    for start, end, what in sorted(found):
+        row = next((n for n, last in enumerate(ends) if last <= start), len(ends))
+        ends[row : row + 1] = [end]
+        events.append(
+            {
+                "ph": "X",
+                "name": what,
+                "pid": pid,
+                "tid": tid + row,
+                "ts": round(start * _MICROSECONDS, 3),
+                "dur": round(max(0.0, end - start) * _MICROSECONDS, 3),
+            }
+        )
+    for row in range(len(ends)):
+        events.append(_named("thread_name", pid, tid + row, name))
+        events.append(
+            {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid + row}
+            | {"args": {"sort_index": tid + row}}
+        )
+    return events
+
+
+def _named(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def read_device_spans(folder: pathlib.Path) -> list[DeviceSpan]:
+    """What GPUs did, of a trace of jax.profiler.
+
+    Args:
+      folder: that it was started with.
+
+    Raises:
+      FileNotFoundError: it has left no trace.
+    """
+    files = sorted(folder.rglob("*.trace.json.gz"))
+    if not files:
+        raise FileNotFoundError(f"{folder} holds no trace")
+    events = json.loads(gzip.decompress(files[-1].read_bytes()))["traceEvents"]
+    names = {"process_name": dict[Any, str](), "thread_name": dict[Any, str]()}
+    for event in events:
+        if event.get("ph") == "M" and event.get("name") in names:
+            place = event["pid"] if event["name"] == "process_name" else _thread(event)
+            names[event["name"]][place] = event["args"]["name"]
+    found = []
+    for event in events:
+        process = names["process_name"].get(event.get("pid"), "")
+        if event.get("ph") != "X" or "GPU" not in process:
+            continue
+        if not names["thread_name"].get(_thread(event), "").startswith("Stream"):
+            continue
+        start = event["ts"] / _MICROSECONDS
+        found.append(
+            DeviceSpan(
+                device=process.removeprefix("/device:"),
+                lane=_lane_of(event["name"]),
+                name=event["name"],
+                start_s=start,
+                end_s=start + event.get("dur", 0) / _MICROSECONDS,
+            )
+        )
+    return found
+
+
+def _thread(event: Mapping[str, Any]) -> tuple[Any, Any]:
+    return event.get("pid"), event.get("tid")
+
+
+def _lane_of(name: str) -> str:
+    if "MemcpyH2D" in name or "HtoD" in name:
+        return "h2d"
+    return "d2h" if "MemcpyD2H" in name or "DtoH" in name else "compute"
+
+
+def covered_s(spans: Iterable[tuple[float, float]]) -> float:
+    """Seconds in which at least one of them runs."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+def what_bounds(records: Sequence[Mapping[str, Any]], on_devices: Sequence[DeviceSpan] = ()) -> str:
+    """One paragraph: where the time of these steps went, what bounds them, what would help.
+
+    Args:
+      records: of the steps, with the seconds that each lane took.
+      on_devices: what GPUs did meanwhile; empty: not known.
+    """
+    total = sum(float(record["step_time_s"]) for record in records)
+
+    def share(name: str) -> float:
+        return sum(float(record.get(name) or 0.0) for record in records) / total
+
+    steps = f"{len(records)} step{'s' if len(records) > 1 else ''} of {total / len(records):.3g} s"
+    waits = {
+        "update": share("wait_update_s"),
+        "leave": share("wait_leave_s"),
+        "data": share("data_time_s"),
+    }
+    told = [
+        f"the step's thread waited {waits['update']:.0%} of the time for layers that the host was "
+        f"still updating, {waits['leave']:.0%} for gradients and activations to leave the devices "
+        f"and {waits['data']:.0%} for data",
+        f"the optimizer was busy for {share('host_update_s'):.0%}",
+    ]
+    lanes = {
+        lane: _busiest(on_devices, lane) / total for lane in ("compute", "h2d", "d2h") if on_devices
+    }
+    if lanes:
+        told.append(
+            f"the busiest GPU computed for {lanes['compute']:.0%}, copied to itself for "
+            f"{lanes['h2d']:.0%} and from itself for {lanes['d2h']:.0%}"
+        )
+    else:
+        told.append(f"the loop waited {share('wait_device_s'):.0%} for the devices to finish")
+    return f"{steps}: {'; '.join(told)}. {_verdict(waits, lanes)}"
+
+
+def _verdict(waits: Mapping[str, float], lanes: Mapping[str, float]) -> str:
+    longest = max(waits, key=lambda name: waits[name])
+    if waits[longest] >= 0.1:
+        return {
+            "update": "The optimizer on the host bounds the step: more tokens per step, state that "
+            "stays on the GPUs, an optimizer with less state or more cores would make it faster.",
+            "leave": "Copies to the host bound the step: more tokens per step would hide them.",
+            "data": "Reading the rows bounds the step, which they must not: look at their disk.",
+        }[longest]
+    if lanes and lanes["compute"] < 0.8:
+        copies = max(lanes["h2d"], lanes["d2h"])
+        if copies > 0.8:
+            return "The link bounds the step: more tokens per step would hide the copies."
+        return (
+            "No lane is busy throughout: what is short waits for what comes before it; more tokens "
+            "per step would make the GPUs' share larger."
+        )
+    return "Compute on the devices bounds the step; all else runs beside it."
+
+
+def _busiest(on_devices: Sequence[DeviceSpan], lane: str) -> float:
+    per_device: dict[str, list[tuple[float, float]]] = {}
+    for span in on_devices:
+        if span.lane == lane:
+            per_device.setdefault(span.device, []).append((span.start_s, span.end_s))
+    return max(map(covered_s, per_device.values()), default=0.0)
