@@ -16,6 +16,7 @@ _COMMANDS = {
     "plan": "predict memory and step time",
     "export": "checkpoint -> Hugging Face folder",
     "checkpoints": "list, inspect, verify, export or copy checkpoints",
+    "report": "draw a run: one HTML page",
     "schema": "JSON schema of `slidedp train --config`",
     "generate": "complete a prompt with a model folder",
 }

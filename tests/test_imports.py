@@ -35,7 +35,7 @@ FLOORS = [
     {"trainer"},
     {"generate", "pretrained"},
     {"run"},
-    {"export", "preview"},
+    {"export", "preview", "report"},
     {"checkpoints"},
     {"train"},
     {"cli"},

@@ -23,6 +23,7 @@
 | `step_lanes.py`, `spikes.py` | what a record says of lanes; steps that stand out |
 | `trackers.py` | TensorBoard and Weights & Biases |
 | `profile.py` | a timeline of some steps |
+| `report_data.py`, `report_charts.py`, `report_page.py` | a run as one HTML page |
 | `bar.py`, `step_text.py`, `time_text.py` | the bar of a terminal; a step and times in words |
 | `export.py`, `model_card.py` | Hugging Face folders of the result |
 | `out_of_memory.py` | what a run that ran out of a GPU's memory says |
