@@ -50,6 +50,7 @@ def line_chart(
     levels: Sequence[Level] = (),
     marks: Sequence[float] = (),
     from_zero: bool = False,
+    most: float = math.inf,
 ) -> str:
     """Curves over steps; an empty text where there is no point.
 
@@ -59,6 +60,7 @@ def line_chart(
       levels: horizontal lines.
       marks: steps to mark at the bottom.
       from_zero: whether the axis begins at 0.
+      most: where it ends at the latest.
     """
     lines = [line for line in lines if line.bins]
     if not lines:
@@ -68,7 +70,7 @@ def line_chart(
     low, high = values[cut], values[-1 - cut]
     low = min([low, *(level.value for level in levels)])
     high = max([high, *(level.value for level in levels)])
-    low = 0.0 if from_zero else low
+    low, high = 0.0 if from_zero else low, min(high, most)
     axes = _Axes(lines, low, high)
     parts = [axes.drawn(unit)]
     for level in levels:
@@ -93,8 +95,8 @@ def line_chart(
     for step in marks:
         x = axes.x(step)
         parts.append(f'<path d="M{x:.1f} {HEIGHT - _BOTTOM}l-4 7h8Z" class="mark"/>')
-    legend = [(line.name, line.colour) for line in lines]
-    legend += [(level.name, level.colour) for level in levels]
+    legend = [(line.name, f"b{line.colour}") for line in lines]
+    legend += [(level.name, f"b{level.colour} thin") for level in levels]
     return _figure(parts, legend)
 
 
@@ -117,7 +119,7 @@ def stacked_chart(lines: Sequence[Line], *, unit: str) -> str:
             (axes.x(bin.step), axes.y(100 * low)) for bin, low in zip(line.bins, below, strict=True)
         ]
         parts.append(f'<path d="{_path([*upper, *reversed(lower)])}Z" class="f{line.colour}"/>')
-    return _figure([*parts, axes.drawn(unit)], [(line.name, line.colour) for line in lines])
+    return _figure([*parts, axes.drawn(unit)], [(line.name, f"b{line.colour}") for line in lines])
 
 
 class _Axes:
@@ -146,12 +148,12 @@ class _Axes:
                 f'<line x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>'
                 f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_number(value)}</text>'
             )
-        for value in ticks(self._first, self._last, 7):
-            if value == int(value):
-                parts.append(
-                    f'<text x="{self.x(value):.1f}" y="{bottom + 20}" text-anchor="middle">'
-                    f"{int(value):,}</text>"
-                )
+        parts += [
+            f'<text x="{self.x(value):.1f}" y="{bottom + 20}" text-anchor="middle">'
+            f"{int(value):,}</text>"
+            for value in ticks(self._first, self._last, 7)
+            if value == int(value)
+        ]
         middle = (_TOP + bottom) / 2
         parts.append(
             f'<path d="M{_LEFT} {_TOP}V{bottom}H{WIDTH - _RIGHT}" class="axis"/>'
@@ -183,9 +185,9 @@ def _path(points: Sequence[tuple[float, float]]) -> str:
     return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
 
 
-def _figure(parts: Sequence[str], legend: Sequence[tuple[str, int]]) -> str:
+def _figure(parts: Sequence[str], legend: Sequence[tuple[str, str]]) -> str:
     names = "".join(
-        f'<span><i class="b{colour}"></i>{html.escape(name)}</span>' for name, colour in legend
+        f'<span><i class="{style}"></i>{html.escape(name)}</span>' for name, style in legend
     )
     return (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(parts)}</svg>'

@@ -26,7 +26,7 @@ _WAITS = {
 _BUSY = {
     "host_update_s": "optimizer on the host",
     "wait_norm_s": "update thread, waiting for gradients",
-    "save_s": "writing checkpoints (all threads)",
+    "save_s": "writing checkpoints, all threads",
 }
 
 
@@ -147,7 +147,7 @@ def _busy(run: RunData) -> str:
                 for bin in bins
             ]
             lines.append(Line(name=name, bins=percent, colour=1 + number))
-    return line_chart(lines, unit="% of the step", from_zero=True)
+    return line_chart(lines, unit="% of the step", from_zero=True, most=120.0)
 
 
 def _planned_bytes(run: RunData) -> dict[str, float]:
@@ -284,7 +284,7 @@ def _style() -> str:
         ".level{stroke-dasharray:5 4;stroke-width:1.4}.mark{fill:#d55e00}",
         ".legend{font-size:.8rem}.legend span{margin-right:1rem;white-space:nowrap}",
         ".legend i{display:inline-block;width:.8em;height:.8em;border-radius:2px;"
-        "margin-right:.35em}",
+        "margin-right:.35em}.legend i.thin{height:.2em;vertical-align:middle}",
         "table{border-collapse:collapse;font-size:.87rem;width:100%}",
         "td,th{text-align:left;vertical-align:top;padding:.2rem .8rem .2rem 0;"
         "border-bottom:1px solid var(--line);overflow-wrap:anywhere;white-space:pre-wrap}",

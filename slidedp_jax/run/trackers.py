@@ -204,9 +204,8 @@ class TensorBoard:
 
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._writer = EventsWriter(
-            str(self._folder / "events"), f".{os.getpid()}.{self._first_step}"
-        )
+        suffix = f".{os.getpid()}.{self._first_step}"
+        self._writer = EventsWriter(str(self._folder / "events"), suffix)
         begun = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._add(step=self._first_step + 1, session_log=begun)
 

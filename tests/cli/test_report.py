@@ -1,0 +1,142 @@
+"""`slidedp report`: one page with everything in it, of finished, cut and foreign folders."""
+
+import html.parser
+import json
+import shutil
+
+import pytest
+from runs import metrics
+
+from slidedp_jax.cli import main as slidedp
+from slidedp_jax.run.report_charts import ticks
+from slidedp_jax.run.report_data import MOST_POINTS, curve, shares
+
+SECTIONS = [
+    "Loss",
+    "Learning rate",
+    "Gradient norm",
+    "Tokens per second",
+    "Memory",
+    "What the step's thread waited for",
+    "What was busy beside it",
+    "Predicted and measured",
+    "Settings other than by default",
+]
+
+
+class Page(html.parser.HTMLParser):
+    """Checks that tags close in order, and keeps headings, curves and what would be fetched."""
+
+    VOID = ("meta", "line", "path", "circle", "i")
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.headings, self.curves, self.cells, self.fetched = [], [], [], [], []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        self.fetched += [v for k, v in attrs.items() if k in ("src", "href", "data")]
+        if tag in ("script", "link", "iframe", "img"):
+            self.fetched.append(tag)
+        if tag == "path" and "curve" in attrs.get("class", ""):
+            self.curves.append(attrs["d"])
+        if tag not in ("meta",):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] == "h2":
+            self.headings.append(data)
+        if self.open and self.open[-1] == "td":
+            self.cells.append(data)
+
+
+def report(folder, *words):
+    assert slidedp(["report", str(folder), *words]) == 0
+    text = (folder / "report.html").read_text()
+    assert "url(" not in text and "@import" not in text and "http" not in text
+    return Page(text)
+
+
+@pytest.fixture
+def copied(straight, tmp_path):
+    folder = tmp_path / "run <b>"
+    shutil.copytree(straight, folder, ignore=shutil.ignore_patterns("checkpoints", "export"))
+    return folder
+
+
+def test_a_page_has_every_figure_and_needs_nothing_else(copied):
+    page = report(copied)
+    assert [own for own in SECTIONS if own not in page.headings] == []
+    assert page.fetched == []
+    steps = len(metrics(copied))
+    assert steps == 12 and page.curves[0].count("L") == steps - 1
+    assert "learning_rate" in page.cells and "0.01" in page.cells
+    first = metrics(copied)[0]
+    assert first["loss"] > 0
+
+
+def test_a_run_that_is_cut_or_skipped_steps_is_drawn(copied):
+    """A line cut short, a loss that is null, one step only; samples and evaluations in between."""
+    path = copied / "metrics.jsonl"
+    first, second = (json.loads(line) for line in path.read_text().splitlines()[:2])
+    second |= {"loss": None, "spikes": ["loss"], "nonfinite": {"loss": "nan"}}
+    records = [
+        {"step": 0, "eval_loss": 5.0},
+        first,
+        {"step": 1, "samples": [{"prompt": "<p>", "text": "a & b"}]},
+        second,
+        {"step": 2, "eval_loss": 4.0},
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records) + '{"step": 3, "lo')
+    page = report(copied)
+    assert "Samples" in page.headings and "a & b" in page.cells and "<p>" in page.cells
+    path.write_text(json.dumps(first) + "\n")
+    report(copied, "--out", str(copied / "report.html"))
+
+
+def test_folders_that_are_no_runs_are_refused(copied, tmp_path, capsys):
+    assert slidedp(["report", str(tmp_path / "none")]) == 1
+    assert "holds no run.json" in capsys.readouterr().err
+    (copied / "metrics.jsonl").write_text("")
+    assert slidedp(["report", str(copied)]) == 1
+    assert "has not taken a step yet" in capsys.readouterr().err
+    (copied / "run.json").write_text("{")
+    assert slidedp(["report", str(copied)]) == 1
+    assert "is damaged" in capsys.readouterr().err
+
+
+def test_long_runs_are_drawn_with_as_many_points_as_fit():
+    records = [
+        {"step": n, "loss": float(n % 7), "step_time_s": 2.0, "wait_update_s": 1.0 if n % 2 else 0}
+        for n in range(1, 100_001)
+    ]
+    bins = curve(records, "loss")
+    assert MOST_POINTS / 2 < len(bins) <= MOST_POINTS
+    assert bins[-1].step == 100_000 and (bins[0].low, bins[0].high) == (0.0, 6.0)
+    assert bins[0].mean == pytest.approx(3.0, abs=0.05)
+    assert shares(records, "wait_update_s")[0].mean == pytest.approx(0.25, abs=0.01)
+    assert curve([], "loss") == []
+
+
+def test_ticks_are_round():
+    assert ticks(0.0, 1.0, 5) == pytest.approx([0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    assert ticks(7.03, 7.71, 5) == pytest.approx([7.2, 7.4, 7.6])
+    assert ticks(3.0, 3.0, 5) == [3.0]
+
+
+@pytest.mark.thorough
+def test_samples_of_a_run_are_on_its_page(inputs, tmp_path):
+    out = tmp_path / "run"
+    settings = {"sample_prompts": "row", "sample_max_new_tokens": 4}
+    inputs.train(out, max_steps=1, validation_file=inputs.rows, **settings)
+    page = report(out)
+    assert "Samples" in page.headings and page.cells.count("row") == 2
