@@ -16,7 +16,9 @@ PAGES = sorted(path.name for path in DOCS.glob("*.md"))
 
 def functions(path: Path) -> set[str]:
     return {
-        node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)
+        node.name
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
     }
 
 
@@ -68,7 +70,17 @@ def test_links_and_files_exist(page):
 )
 def test_flags_exist(page):
     text = (DOCS / page).read_text()
-    others = {"out", "help", "dtype", "rounding", "ema", "rows", "thorough", "prompt", "max_new_tokens"}
+    others = {
+        "out",
+        "help",
+        "dtype",
+        "rounding",
+        "ema",
+        "rows",
+        "thorough",
+        "prompt",
+        "max_new_tokens",
+    }
     others |= {"total_tokens", "preset", "max-model-len"}
     for flag in re.findall(r"(?<![\w-])--([a-z][\w-]+)", text):
         assert flag in FIELDS or flag in others, flag
