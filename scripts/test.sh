@@ -46,6 +46,11 @@ if [ ! -e "$tunix_stamp" ]; then
     echo "WARNING: google-tunix is not installed: the tests that train its models are SKIPPED."
 fi
 
+# Each of some fifty processes imports JAX, most of whose time goes into compiling its files where they
+# are not kept compiled, as where this variable is set. Nothing is written beside the sources.
+unset PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX="$PWD/.venv-test/bytecode"
+
 # A worker compiles on one core most of the time. A file stays on one worker, whose programs it shares.
 workers=$(.venv-test/bin/python -c 'import os; print(min(4, len(os.sched_getaffinity(0))))')
 .venv-test/bin/python -m pytest -q -rs -n "$workers" --dist loadfile --no-loadscope-reorder "$@"

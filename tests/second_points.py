@@ -4,6 +4,14 @@ What each of them shows has a cheaper main point in the fast lane. By beginnings
 """
 
 SECOND_POINTS = (
+    "tests/adapter/test_check.py::test_a_mistake_is_found_in_its_stage[changes0-",
+    "tests/adapter/test_check.py::test_a_mistake_is_found_in_its_stage[changes1-",
+    "tests/adapter/test_check.py::test_packed_rows_of_a_tree[True]",
+    "tests/adapter/test_check.py::test_what_is_a_part_of_the_next_stages_input_is_no_alibi[changes1-",
+    "tests/adapter/test_check.py::test_what_is_a_part_of_the_next_stages_input_is_no_alibi[changes2-",
+    "tests/adapter/test_layer_losses.py::test_steps_are_those_of_plain_optax[3-1-0-2]",
+    "tests/adapter/test_measured_work.py::test_hidden_states_wider_than_the_compute_dtype_are_",
+    "tests/models/test_hf_load.py::test_peak_extra_memory_is_one_tensor_per_thread[1]",
     "tests/models/test_sliced_loss.py::test_both_passes_equal_the_plain_formula[1-1.0]",
     "tests/models/test_sliced_loss.py::test_both_passes_equal_the_plain_formula[37-1.0]",
     "tests/models/test_token_blocks.py::test_a_decoders_layer[False-",
@@ -25,6 +33,9 @@ SECOND_POINTS = (
     "tests/training/test_host_boundaries.py::test_shorter_rows_use_the_same_places_and_longer_ones",
     "tests/training/test_host_boundaries.py::test_where_boundaries_wait_changes_no_bit[2-{'frozen'",
     "tests/training/test_host_boundaries.py::test_where_boundaries_wait_changes_no_bit[4-",
+    "tests/training/test_fences.py::test_a_fence_that_does_not_wait_is_noticed[is_committed-deferred]",
+    "tests/training/test_saves_beside.py::test_a_broken_fence_is_noticed[",
+    "tests/training/test_saves_beside.py::test_a_dropped_trainer_is_freed_by_any_of_its_threads[host_",
     "tests/training/test_saves_beside.py::test_random_delays_change_no_byte_of_a_checkpoint_nor_of_"
     "the_run[resident-1]",
     "tests/training/test_saves_beside.py::test_what_changes_the_state_waits_for_copies",

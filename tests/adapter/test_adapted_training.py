@@ -86,7 +86,8 @@ def linen_parts():
     }
 
 
-@pytest.mark.parametrize("devices", [3, pytest.param(1, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("devices", [3, 1])
 def test_a_linen_model(devices):
     model = LinenDecoder()
     with jax.numpy_rank_promotion("allow"):

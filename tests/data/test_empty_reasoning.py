@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import write_tokenizer
+from byte_tokenizer import write_tokenizer
 from template_texts import CHATML, CHATML_MARKED, DROPS_OLD_REASONING
 
 from slidedp_jax.data import load_tokenizer, preview

@@ -7,7 +7,7 @@ import unicodedata
 
 import pytest
 import tokenizers
-from conftest import BOS, ENDOFTEXT, IM_END, IM_START, learnt_text, write_tokenizer
+from byte_tokenizer import BOS, ENDOFTEXT, IM_END, IM_START, learnt_text, write_tokenizer
 from template_texts import CHATML, DROPS_OLD_REASONING, INSTRUCTION, SYSTEM_IN_PROMPTS_ONLY
 
 from slidedp_jax.data import IGNORED, ExampleSettings, RowError, load_examples, load_tokenizer

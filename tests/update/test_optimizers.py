@@ -87,7 +87,7 @@ CASES = [
     "case",
     [
         c
-        if c[0] in ("muon", "adafactor", "different_kinds") and c[1] == "deferred"
+        if c[0] in ("adafactor", "different_kinds") and c[1] == "deferred"
         else pytest.param(c, marks=pytest.mark.thorough)
         for c in CASES
     ],
