@@ -33,7 +33,6 @@ SECOND_POINTS = (
     "tests/training/test_host_boundaries.py::test_shorter_rows_use_the_same_places_and_longer_ones",
     "tests/training/test_host_boundaries.py::test_where_boundaries_wait_changes_no_bit[2-{'frozen'",
     "tests/training/test_host_boundaries.py::test_where_boundaries_wait_changes_no_bit[4-",
-    "tests/training/test_fences.py::test_a_fence_that_does_not_wait_is_noticed[is_committed-deferred]",
     "tests/training/test_saves_beside.py::test_a_broken_fence_is_noticed[",
     "tests/training/test_saves_beside.py::test_a_dropped_trainer_is_freed_by_any_of_its_threads[host_",
     "tests/training/test_saves_beside.py::test_random_delays_change_no_byte_of_a_checkpoint_nor_of_"
