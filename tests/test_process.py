@@ -213,36 +213,47 @@ def test_beside_gpus_no_stopwatch_chooses_kernels(given, level):
     assert set(given.split()) <= set(flags)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("platform='tpu'", "ValueError: platform='tpu'; allowed: 'auto', 'cpu', 'cuda'"),
-        ("platform='cpu', num_devices=0", "ValueError: num_devices=0; at least 1 is needed"),
-        (
-            "platform='cpu', device_ids=(0, 1)",
-            "ValueError: device_ids names GPUs, but the platform is cpu; use num_devices",
-        ),
-        (
-            "platform='cpu', device_memory_fraction=1.5",
-            "ValueError: device_memory_fraction=1.5; a share of GPU memory above 0, at most 1",
-        ),
-        (
-            "platform='cpu', pinned_limit_gib=0",
-            "ValueError: pinned_limit_gib=0; at least 1 is needed",
-        ),
-        (
-            "device_ids=(1, 1)",
-            "ValueError: device_ids=(1, 1); name each GPU once, by its index from 0 among the "
-            "visible ones",
-        ),
-        (
-            "num_devices=3, device_ids=(0, 1)",
-            "ValueError: num_devices=3 and device_ids=(0, 1) disagree; give one of them",
-        ),
-    ],
-)
-def test_arguments_that_contradict_are_refused(arguments, message):
-    assert failure(f"import slidedp_jax\nslidedp_jax.configure({arguments})") == message
+REFUSED = [
+    ("platform='tpu'", "ValueError: platform='tpu'; allowed: 'auto', 'cpu', 'cuda'"),
+    ("platform='cpu', num_devices=0", "ValueError: num_devices=0; at least 1 is needed"),
+    (
+        "platform='cpu', device_ids=(0, 1)",
+        "ValueError: device_ids names GPUs, but the platform is cpu; use num_devices",
+    ),
+    (
+        "platform='cpu', device_memory_fraction=1.5",
+        "ValueError: device_memory_fraction=1.5; a share of GPU memory above 0, at most 1",
+    ),
+    (
+        "platform='cpu', pinned_limit_gib=0",
+        "ValueError: pinned_limit_gib=0; at least 1 is needed",
+    ),
+    (
+        "device_ids=(1, 1)",
+        "ValueError: device_ids=(1, 1); name each GPU once, by its index from 0 among the "
+        "visible ones",
+    ),
+    (
+        "num_devices=3, device_ids=(0, 1)",
+        "ValueError: num_devices=3 and device_ids=(0, 1) disagree; give one of them",
+    ),
+]
+EACH = """
+import slidedp_jax
+for arguments in {refused!r}:
+    try:
+        eval(f"slidedp_jax.configure({{arguments}})")
+    except ValueError as error:
+        print(f"ValueError: {{error}}")
+"""
+
+
+def test_arguments_that_contradict_are_refused():
+    """In one process, in which the first of them that was taken would fix all."""
+    refused, messages = zip(*REFUSED, strict=True)
+    done = run(EACH.format(refused=refused))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [*messages]
 
 
 def test_device_counts_that_do_not_fit_the_process_are_refused():

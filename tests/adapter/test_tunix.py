@@ -3,6 +3,8 @@
 The reference calls the whole module, as its author meant it, under jax.grad and plain optax.
 """
 
+import functools
+import importlib.util
 import pathlib
 import warnings
 
@@ -20,13 +22,8 @@ import slidedp_jax
 from slidedp_jax.adapter.paths import named_leaves
 from slidedp_jax.models.loss import cross_entropy_sum
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # its own imports are deprecated ones
-    reason = "google-tunix is not installed; scripts/test.sh does it"
-    qwen3 = pytest.importorskip("tunix.models.qwen3.model", reason=reason, exc_type=ImportError)
-    qwen2 = pytest.importorskip("tunix.models.qwen2.model", reason=reason, exc_type=ImportError)
-    from tunix.models.qwen3 import params as qwen3_params
-    from tunix.sft.checkpoint_manager import CheckpointManager
+if importlib.util.find_spec("tunix") is None:
+    pytest.skip("google-tunix is not installed; scripts/test.sh does it", allow_module_level=True)
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of tunix's own code
 
@@ -44,13 +41,18 @@ SIZES = {
 }
 
 
+@functools.cache
+def tunix(name: str):
+    """One of its modules; every worker collects this file, and only one needs them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its own imports are deprecated ones
+        return importlib.import_module(f"tunix.{name}")
+
+
 def build(family: str, tied: bool, **settings) -> nnx.Module:
-    config_class, model_class = {
-        "qwen3": (qwen3.ModelConfig, qwen3.Qwen3),
-        "qwen2": (qwen2.ModelConfig, qwen2.Qwen2),
-    }[family]
-    config = config_class(**SIZES, use_tied_embedding=tied, **settings)
-    return model_class(config, rngs=nnx.Rngs(5))
+    module = tunix(f"models.{family}.model")
+    config = module.ModelConfig(**SIZES, use_tied_embedding=tied, **settings)
+    return getattr(module, family.capitalize())(config, rngs=nnx.Rngs(5))
 
 
 def causal_mask(tokens: int) -> jax.Array:
@@ -64,7 +66,7 @@ def adapt(model: nnx.Module) -> slidedp_jax.Adapted:
         return module(x, batch["positions"], None, causal_mask(x.shape[1]))[1]
 
     def qwen2_layer(module, x, batch):
-        sin, cos = qwen2._generate_pos_embeddings(
+        sin, cos = tunix("models.qwen2.model")._generate_pos_embeddings(
             batch["positions"], config.head_dim, config.rope_theta
         )
         return module(x, None, causal_mask(x.shape[1]), sin, cos)[1]
@@ -82,7 +84,7 @@ def adapt(model: nnx.Module) -> slidedp_jax.Adapted:
             model,
             layers="layers",
             embed=lambda module, batch: module.embedder.encode(batch["input_ids"]),
-            layer=qwen3_layer if isinstance(model, qwen3.Qwen3) else qwen2_layer,
+            layer={"Qwen3": qwen3_layer, "Qwen2": qwen2_layer}[type(model).__name__],
             head_loss=head_loss,
             vocab_size=VOCAB,
         )
@@ -144,14 +146,15 @@ def test_streamed_training_equals_training_of_the_module(family, tied, devices, 
 @pytest.mark.parametrize(
     ("family", "remat"),
     [
-        ("qwen3", qwen3.RematConfig.BLOCK),
-        pytest.param("qwen3", qwen3.RematConfig.DECODER, marks=pytest.mark.thorough),
-        pytest.param("qwen2", qwen2.RematConfig.BLOCK, marks=pytest.mark.thorough),
+        ("qwen3", "BLOCK"),
+        pytest.param("qwen3", "DECODER", marks=pytest.mark.thorough),
+        pytest.param("qwen2", "BLOCK", marks=pytest.mark.thorough),
     ],
 )
 def test_its_own_setting_to_recompute(family, remat, reference):
     """Its layers then call nnx.remat."""
-    adapted = adapt(build(family, True, remat_config=remat))
+    remat_config = tunix(f"models.{family}.model").RematConfig[remat]
+    adapted = adapt(build(family, True, remat_config=remat_config))
     batches = token_batches(VOCAB, ROWS, TOKENS, STEPS)
     losses, parameters = train(adapted, batches, devices=2, layers=2)
     assert_equal_training(losses, parameters, *reference(family, True))
@@ -189,8 +192,8 @@ def write_hf_folder(folder: pathlib.Path) -> dict[str, np.ndarray]:
 @pytest.mark.thorough
 def test_its_own_loading_and_saving_go_on_working(tmp_path):
     tensors = write_hf_folder(tmp_path)
-    config = qwen3.ModelConfig(**SIZES, use_tied_embedding=True)
-    model = qwen3_params.create_model_from_safe_tensors(str(tmp_path), config)
+    config = tunix("models.qwen3.model").ModelConfig(**SIZES, use_tied_embedding=True)
+    model = tunix("models.qwen3.params").create_model_from_safe_tensors(str(tmp_path), config)
     np.testing.assert_array_equal(
         model.layers[1].mlp.up_proj.kernel[...], tensors["model.layers.1.mlp.up_proj.weight"].T
     )
@@ -198,11 +201,12 @@ def test_its_own_loading_and_saving_go_on_working(tmp_path):
     losses, parameters = train(adapted, token_batches(VOCAB, ROWS, TOKENS, 2), devices=2)
     assert losses[1] != losses[0]
     adapted.write_back(parameters)
-    manager = CheckpointManager(str(tmp_path / "saved"))
+    checkpoints = tunix("sft.checkpoint_manager").CheckpointManager
+    manager = checkpoints(str(tmp_path / "saved"))
     assert manager.save(1, model, force=True)
     manager.close()
     restored = build("qwen3", tied=True)
-    step, _ = CheckpointManager(str(tmp_path / "saved")).maybe_restore(restored)
+    step, _ = checkpoints(str(tmp_path / "saved")).maybe_restore(restored)
     assert step == 1
     for name, values in named_leaves(nnx.to_pure_dict(nnx.state(restored))).items():
         np.testing.assert_array_equal(values, parameters[name], err_msg=name)
