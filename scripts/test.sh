@@ -46,8 +46,8 @@ if [ ! -e "$tunix_stamp" ]; then
     echo "WARNING: google-tunix is not installed: the tests that train its models are SKIPPED."
 fi
 
-# Each of some fifty processes imports JAX, most of whose time goes into compiling its files where they
-# are not kept compiled, as where this variable is set. Nothing is written beside the sources.
+# Many processes import JAX, which takes over twice as long where its files are compiled anew each time,
+# as they are where this variable is set. Nothing is written beside the sources.
 unset PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX="$PWD/.venv-test/bytecode"
 
