@@ -35,7 +35,6 @@ SECOND_POINTS = (
     "tests/training/test_against_plain_optax.py::test_bfloat16_compute_learns_the_same_within"
     "_its_precision[",
     "tests/training/test_against_plain_optax.py::test_gradients_summed_by_the_host_are_those_that_",
-    "tests/training/test_expert_training.py::test_backward_is_given_the_choices_of_forward[0]",
     "tests/training/test_expert_training.py::test_streamed_steps_equal_plain_optax[3-2-0-3-",
     "tests/training/test_expert_training.py::test_where_the_state_lies_changes_no_bit",
     "tests/training/test_expert_training.py::test_without_router_losses_there_are_figures_alone",
