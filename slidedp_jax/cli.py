@@ -14,6 +14,7 @@ _COMMANDS = {
     "train": "fine-tune a model folder",
     "preview": "look at the rows as training sees them",
     "plan": "predict memory and step time",
+    "measure": "measure this machine for plans",
     "export": "checkpoint -> Hugging Face folder",
     "checkpoints": "list, inspect, verify, export or copy checkpoints",
     "report": "draw a run: one HTML page",
@@ -74,6 +75,10 @@ def _run(command: str, rest: list[str]) -> int:
         from slidedp_jax.planner.command import main as plan
 
         return plan(rest, prog="slidedp plan")
+    if command == "measure":
+        from slidedp_jax.measure.command import main as measure
+
+        return measure(rest)
     if command == "export":
         from slidedp_jax.export import main as export
 

@@ -33,7 +33,7 @@ FLOORS = [
     {"step"},
     {"checkpoint", "assembly"},
     {"trainer"},
-    {"generate", "pretrained"},
+    {"generate", "pretrained", "measure"},
     {"run"},
     {"export", "preview", "report"},
     {"checkpoints"},

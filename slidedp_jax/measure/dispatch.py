@@ -1,0 +1,86 @@
+"""Python's part of a step: what it takes to issue programs and copies, whatever their size.
+
+Whole trainings of a model of almost no size, of two depths: what a layer more costs is what Python
+needs for a chunk's forward and backward, the rest is what a step costs at its end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from slidedp_jax.measure.links import locked_slabs, mesh_of
+from slidedp_jax.measure.stopwatch import Measurement, Stopwatch
+from slidedp_jax.models import decoder
+from slidedp_jax.models.config import named_config
+from slidedp_jax.planner.strategy import Strategy
+from slidedp_jax.process import current_setup
+from slidedp_jax.trainer import Trainer
+from slidedp_jax.transfer.copies import upload
+from slidedp_jax.transfer.routes import DATA_AXIS
+
+DEPTHS = (4, 20)
+TOKENS = 64
+STEPS = 12
+PIECE_BYTES = 1 << 20
+
+
+def measure_uploads(watch: Stopwatch, devices: Sequence[jax.Device]) -> None:
+    """Python's time for one piece, to one device and to all."""
+    with locked_slabs(devices, PIECE_BYTES) as slabs:
+        for group in {1: devices[:1], len(devices): devices}.values():
+            sharding = NamedSharding(mesh_of(group), PartitionSpec(DATA_AXIS))
+            shape = (len(group) * slabs[0].size,)
+            seconds = []
+            for number in range(23):
+                begin = time.perf_counter()
+                copies = [upload(slabs[: len(group)], sharding, shape) for _ in range(8)]
+                took = time.perf_counter() - begin
+                jax.block_until_ready(copies)
+                if number > 2:
+                    seconds.append(took / 8)
+            about = {"devices": len(group)}
+            watch.keep(Measurement(name="upload call", seconds=tuple(seconds), about=about))
+
+
+def measure_steps(watch: Stopwatch, devices: Sequence[jax.Device]) -> None:
+    """Steps of two depths, one row of a few tokens per device."""
+    for depth in DEPTHS:
+        seconds = _step_seconds(depth, len(devices))
+        about = {"layers": depth, "devices": len(devices)}
+        watch.keep(Measurement(name="tiny step", seconds=tuple(seconds), about=about))
+
+
+def _step_seconds(depth: int, num_devices: int) -> list[float]:
+    tiny = named_config("tiny")
+    config = dataclasses.replace(tiny, num_hidden_layers=depth, layer_windows=(), sparse_layers=())
+    strategy = Strategy(
+        layers_per_chunk=1,
+        rows_per_microbatch=1,
+        num_microbatches=1,
+        weight_route="shard_all_gather" if num_devices > 1 else "replicate",
+        num_host_devices=current_setup().num_host_devices,
+        block_size=256,
+    )
+    trainer = Trainer(decoder.build(config), optax.adamw(1e-5), strategy=strategy)
+    try:
+        ids = np.ones((num_devices, TOKENS), np.int32)
+        batch: dict[str, Any] = {"input_ids": ids, "labels": ids}
+        seconds = []
+        for number in range(STEPS):
+            begin = time.perf_counter()
+            metrics = trainer.step(batch)
+            float(metrics.loss)
+            if number > 2:
+                seconds.append(time.perf_counter() - begin)
+        trainer.wait()
+        return seconds
+    finally:
+        trainer.close()
