@@ -183,30 +183,31 @@ class Compute:
     def attention(self) -> None:
         """Forward and backward of rows of one document, as operations of visible pairs."""
         rows, length, config = self.shapes.rows[-1], self.shapes.seq_length, self.config
-        heads, keys = config.num_attention_heads, config.num_key_value_heads
-        for dtype in (jnp.bfloat16, jnp.float32):
-            kernel = self._attention_kernel(dtype)
-            if kernel != "cudnn" and platform_of([self.device]) == "gpu" and dtype == jnp.float32:
-                continue  # the portable kernel in fp32: seldom used on GPUs, and slow to compile
-            q, k, v, dy = (
-                self.normal((rows, length, count, config.head_dim), dtype)
-                for count in (heads, keys, keys, heads)
-            )
+        heads, keys, dtype = config.num_attention_heads, config.num_key_value_heads, jnp.bfloat16
+        kernel = self._attention_kernel(dtype)
+        q, k, v, dy = (
+            self.normal((rows, length, count, config.head_dim), dtype)
+            for count in (heads, keys, keys, heads)
+        )
 
-            def attention(q: Any, k: Any, v: Any, kernel: str = kernel) -> Any:
-                return attend(q, k, v, {}, window=None, implementation=kernel)
+        def attention(q: Any, k: Any, v: Any) -> Any:
+            return attend(q, k, v, {}, window=None, implementation=kernel)
 
-            def both(dy: Any, *qkv: Any, attention: Any = attention) -> Any:
-                out, pullback = jax.vjp(attention, *qkv)
-                return out, *pullback(dy)
+        def both(dy: Any, *qkv: Any) -> Any:
+            out, pullback = jax.vjp(attention, *qkv)
+            return out, *pullback(dy)
 
-            flops = attention_forward_flops(row_pairs(length), heads, config.head_dim) * rows
-            marks = {"dtype": jnp.dtype(dtype).name, "kernel": kernel, "rows": rows}
-            marks["tokens"] = length
-            forward = jax.jit(attention)
-            self.time("attention forward", partial(forward, q, k, v), work=flops, **marks)
-            backward = partial(jax.jit(both), dy, q, k, v)
-            self.time("attention forward and backward", backward, work=3.5 * flops, **marks)
+        flops = attention_forward_flops(row_pairs(length), heads, config.head_dim) * rows
+        marks: dict[str, Any] = {
+            "dtype": "bfloat16",
+            "kernel": kernel,
+            "rows": rows,
+            "tokens": length,
+        }
+        forward = partial(jax.jit(attention), q, k, v)
+        self.time("attention forward", forward, work=flops, samples=3, **marks)
+        backward = partial(jax.jit(both), dy, q, k, v)
+        self.time("attention forward and backward", backward, work=3.5 * flops, **marks)
 
     def _attention_kernel(self, dtype: Any) -> str:
         choice = resolve_attention(
@@ -229,25 +230,20 @@ class Compute:
             unit="bytes",
         )
 
-    def layers(self, dtype: Any) -> None:
-        """One layer, forward and backward with recomputation; `operations` counts both products.
-
-        Of each number of rows.
-        """
+    def layer(self, dtype: Any, rows: int) -> None:
+        """One layer, forward and backward with recomputation."""
         programs, model = self._programs(dtype)
         layer_fns = (model.layer_fns[0],)
         trees = (self._params(model.layers[0], dtype),)
         forward = programs.forward(layer_fns)
         backward = programs.backward(ChunkKind(layer_fns=layer_fns, widen=False))
-        for rows in self.shapes.rows:
-            batch = self._batch(rows)
-            shape = (rows, self.shapes.seq_length, self.config.hidden_size)
-            x = self.normal(shape, dtype)
-            again = _Backward(partial(backward, trees, x), self.normal(shape, dtype, 0.01), batch)
-
-            marks = {"dtype": jnp.dtype(dtype).name, "rows": rows, "tokens": shape[1]}
-            self.time("layer forward", partial(forward, trees, x, batch), work=0.0, **marks)
-            self.time("layer backward", again, work=0.0, **marks)
+        batch = self._batch(rows)
+        shape = (rows, self.shapes.seq_length, self.config.hidden_size)
+        x = self.normal(shape, dtype)
+        again = _Backward(partial(backward, trees, x), self.normal(shape, dtype, 0.01), batch)
+        marks: dict[str, Any] = {"dtype": jnp.dtype(dtype).name, "rows": rows, "tokens": shape[1]}
+        self.time("layer forward", partial(forward, trees, x, batch), work=0.0, **marks)
+        self.time("layer backward", again, work=0.0, **marks)
 
     def head(self, dtype: Any) -> None:
         """Head and loss, forward and backward."""
@@ -259,7 +255,11 @@ class Compute:
         scale = jax.device_put(np.float32(1e-4), self._sharding)
         program = programs.head_backward(False)
         call = partial(program, head, tied, x, self._batch(rows), scale, None)
-        marks = {"dtype": jnp.dtype(dtype).name, "rows": rows, "tokens": self.shapes.seq_length}
+        marks: dict[str, Any] = {
+            "dtype": jnp.dtype(dtype).name,
+            "rows": rows,
+            "tokens": self.shapes.seq_length,
+        }
         self.time("head", call, work=0.0, samples=3, **marks)
 
     def _programs(self, dtype: Any) -> tuple[ComputePrograms, Any]:
