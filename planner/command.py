@@ -24,6 +24,7 @@ from slidedp_jax.planner.disk import DiskUse, disk_use
 from slidedp_jax.planner.errors import PlanError
 from slidedp_jax.planner.hardware import GIB, HardwareProfile
 from slidedp_jax.planner.host_memory import available_host_memory
+from slidedp_jax.planner.machine_profile import named_profile
 from slidedp_jax.planner.model_names import preset_of
 from slidedp_jax.planner.optimizers import (
     AVERAGE_BYTES,
@@ -33,7 +34,7 @@ from slidedp_jax.planner.optimizers import (
 )
 from slidedp_jax.planner.report import Completion, limit_as_dict, plan_as_dict, plan_as_text
 from slidedp_jax.planner.search import Plan, plan
-from slidedp_jax.planner.stated_machine import Stated, host_line, machine
+from slidedp_jax.planner.stated_machine import Stated, host_line, machine, with_stated
 from slidedp_jax.planner.ways_out import fewer_rows, halves, leaner_optimizers
 from slidedp_jax.planner.workload import BatchShape, Workload
 from slidedp_jax.wording import columns_of, counted, say_error, short_count, wrapped
@@ -56,10 +57,13 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m plann
         return _does_not_fit(request, error)
     if args.json:
         result = plan_as_dict(found, completion, disk=disk)
+        result["notes"] += request.notes
         print(json.dumps({"fits": True, "assumed": request.assumed, **result}, indent=2))
         return FITS
     text = plan_as_text(found, completion, disk=disk, assumed=request.assumed)
     print(wrapped(text, columns_of(sys.stdout)))
+    for note in request.notes:
+        _note(note)
     if frozen := len(request.config.parameter_shapes()) - len(request.trained):
         trained = sum(map(math.prod, request.trained.values()))
         _note(
@@ -90,6 +94,7 @@ class _Request:
       hardware: the machine.
       assumed: attributes of the machine that nobody has stated.
       optimizer: by name; None where the bytes of its state are given instead.
+      notes: what should be said of the machine.
     """
 
     args: argparse.Namespace
@@ -99,6 +104,7 @@ class _Request:
     hardware: HardwareProfile
     assumed: list[str]
     optimizer: OptimizerName | None
+    notes: list[str]
 
     def plan(self, *, optimizer: OptimizerName | None = None, num_rows: int | None = None) -> Plan:
         """The plan, or that with another optimizer or other rows.
@@ -176,15 +182,39 @@ def _request(args: argparse.Namespace) -> _Request:
     shapes = config.parameter_shapes()
     frozen = frozen_names(shapes, args.freeze)
     stated = _stated(args)
+    hardware, notes = _machine(args, stated)
     return _Request(
         args=args,
         config=config,
         name=name,
         trained={name: shape for name, shape in shapes.items() if name not in frozen},
-        hardware=machine(args.hardware, args.num_devices, stated),
-        assumed=[name for name in Stated.__dataclass_fields__ if name not in stated.names],
+        hardware=hardware,
+        assumed=[
+            name
+            for name in Stated.__dataclass_fields__
+            if args.hardware_profile is None and name not in stated.names
+        ],
+        notes=notes,
         optimizer=optimizer,
     )
+
+
+def _machine(args: argparse.Namespace, stated: Stated) -> tuple[HardwareProfile, list[str]]:
+    """The machine that is planned for, and what should be said of it."""
+    if args.hardware_profile is None:
+        return machine(args.hardware, 1 if args.num_devices is None else args.num_devices, stated), []
+    profile = named_profile(args.hardware_profile)
+    measured = profile.hardware.num_devices
+    count = measured if args.num_devices is None else args.num_devices
+    notes = []
+    if count != measured:
+        notes.append(
+            f"{profile.source} was measured with {counted(measured, 'device')}; the host's share "
+            f"of {count} is taken in proportion, and what passes between them is a guess"
+        )
+    if profile.assumed:
+        notes.append(f"not measured, but assumed: {', '.join(sorted(profile.assumed))}")
+    return with_stated(profile.hardware.with_devices(count), stated), notes
 
 
 def _does_not_fit(request: _Request, error: PlanError) -> int:
@@ -195,7 +225,7 @@ def _does_not_fit(request: _Request, error: PlanError) -> int:
         ways += leaner_optimizers(request.optimizer, lambda name: request.plan(optimizer=name))
     steps = [
         (rows, f"--tokens_per_step {rows * args.seq_length}")
-        for rows in halves(args.tokens_per_step // args.seq_length, args.num_devices)
+        for rows in halves(args.tokens_per_step // args.seq_length, request.hardware.num_devices)
     ]
     if limits:
         ways += fewer_rows(steps, args.seq_length, lambda rows: request.plan(num_rows=rows))

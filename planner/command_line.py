@@ -138,10 +138,16 @@ def _add_job(job: argparse._ArgumentGroup) -> None:
 
 
 def _add_machine(machine: argparse._ArgumentGroup) -> None:
-    machine.add_argument(
-        "--hardware", required=True, metavar="NAME", help=f"one of {', '.join(sorted(PRESETS))}"
+    which = machine.add_mutually_exclusive_group(required=True)
+    which.add_argument("--hardware", metavar="NAME", help=f"one of {', '.join(sorted(PRESETS))}")
+    which.add_argument(
+        "--hardware_profile",
+        metavar="FILE",
+        help="a machine that `slidedp measure` has measured; auto: this one",
     )
-    machine.add_argument("--num_devices", type=int, default=1, help="GPUs of one host (1)")
+    machine.add_argument(
+        "--num_devices", type=int, help="GPUs of one host (1, or as many as were measured)"
+    )
     machine.add_argument(
         "--host_cores", type=int, help="cores for the job; default: the usual share of the hardware"
     )

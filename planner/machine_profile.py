@@ -147,6 +147,25 @@ def read_profile(path: Path | str) -> MachineProfile:
         ) from None
 
 
+def named_profile(named: Path | str) -> MachineProfile:
+    """The profile of a file, or with `auto` the only one that `slidedp measure` has written here.
+
+    Raises:
+      ValueError: there is none, or several, which are named.
+    """
+    if str(named) != AUTO:
+        return read_profile(named)
+    found = sorted(profiles_folder().glob("*.json"))
+    if len(found) != 1:
+        names = ", ".join(map(str, found))
+        raise ValueError(
+            f"several machines have been measured: {names}; name one of these files"
+            if found
+            else f"no machine has been measured here ({profiles_folder()}): `slidedp measure`"
+        )
+    return read_profile(found[0])
+
+
 def differences(profile: Machine, here: Machine) -> list[str]:
     """In what this machine differs from the one of a profile, a line each."""
     found = []

@@ -143,7 +143,7 @@ def notes(plan: Plan) -> list[str]:
     if not hardware.provenance.startswith("measured"):
         found.append(
             f"the figures of {hardware.name} are not measured: expect larger errors than on "
-            "hardware that was"
+            "hardware that was, or measure it with `slidedp measure`"
         )
     if (
         any(stage.grouped_parameters for stage in job.workload.layers)

@@ -64,7 +64,11 @@ def machine(name: str, num_devices: int, stated: Stated) -> HardwareProfile:
     Raises:
       ValueError: there is no such preset; the nearest ones are given.
     """
-    profile = PRESETS[_preset_name(name)].with_devices(num_devices)
+    return with_stated(PRESETS[_preset_name(name)].with_devices(num_devices), stated)
+
+
+def with_stated(profile: HardwareProfile, stated: Stated) -> HardwareProfile:
+    """A machine with what is stated of it in place of what its profile says."""
     if stated.host_cores is not None:
         share = stated.host_cores / profile.num_host_cores
         profile = replace(

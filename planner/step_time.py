@@ -21,7 +21,7 @@ its busiest lane or shared resource, and at most as long as all lanes one after 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from slidedp_jax.planner.durations import ChunkDurations, chunk_durations
@@ -145,6 +145,30 @@ def step_s(
     return _period_s(ends, lower_bound_s(durations, strategy, hardware))
 
 
+def running_s(
+    workload: Workload,
+    batch: BatchShape,
+    strategy: Strategy,
+    hardware: HardwareProfile,
+    *,
+    optimizer_state_bytes: float = ADAMW_STATE_BYTES,
+) -> dict[Lane, float]:
+    """Per lane, seconds of a step in which something runs on it, slowed by what runs beside.
+
+    Args are those of `step_time`.
+    """
+    durations = chunk_durations(
+        workload, batch, strategy, hardware, optimizer_state_bytes=optimizer_state_bytes
+    )
+    schedule = _Schedule(durations, strategy, hardware)
+    timeline, ends = schedule.run(NUM_SIMULATED_STEPS)
+    start_s, end_s = ends[1], ends[-1]
+    seconds = dict.fromkeys(LANES, 0.0)
+    for lane, start, end in schedule.spans(timeline):
+        seconds[lane] += max(0.0, min(end, end_s) - max(start, start_s))
+    return {lane: sum_s / _PERIODS for lane, sum_s in seconds.items()}
+
+
 def lower_bound_s(
     durations: Sequence[ChunkDurations], strategy: Strategy, hardware: HardwareProfile
 ) -> float:
@@ -239,6 +263,11 @@ class _Schedule:
             updates = self._add_step(step, updates)
         timeline = simulate(self._tasks, self._capacities)
         return timeline, [timeline.ends[end] for end in self._ends]
+
+    def spans(self, timeline: Timeline) -> Iterator[tuple[Lane, float, float]]:
+        """(lane, start, end) of every task of the last run."""
+        for task, start, end in zip(self._tasks, timeline.starts, timeline.ends, strict=True):
+            yield task.lane, start, end
 
     def _add_step(self, step: int, commits: Mapping[int, int]) -> dict[int, int]:
         """Adds one step whose forward waits for `commits`; returns its own updates by chunk."""

@@ -5,15 +5,24 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 
 from slidedp_jax.errors import UserError
+from slidedp_jax.machine_here import machine_here
 from slidedp_jax.models.config import ModelConfig
 from slidedp_jax.planner.candidates import Choices
 from slidedp_jax.planner.errors import PlanError
 from slidedp_jax.planner.hardware import GIB, ComputeDtype, HardwareProfile
 from slidedp_jax.planner.host_memory import available_host_memory
+from slidedp_jax.planner.machine_profile import (
+    AUTO,
+    MachineProfile,
+    differences,
+    profiles_folder,
+    read_profile,
+)
 from slidedp_jax.planner.presets import profile_of_kind
 from slidedp_jax.planner.search import Plan, plan
 from slidedp_jax.planner.stated_machine import Stated, machine
@@ -23,23 +32,29 @@ from slidedp_jax.planner.workload import BatchShape, Workload
 from slidedp_jax.process import current_setup
 
 
-def this_machine(*, stated_host_bytes: float | None = None) -> HardwareProfile:
-    """Profile of the configured devices: rates of the nearest preset, memory and cores as found.
+def this_machine(
+    *, stated_host_bytes: float | None = None, measured: MachineProfile | None = None
+) -> HardwareProfile:
+    """Profile of the configured devices: memory and cores as found.
 
     Args:
       stated_host_bytes: host memory that can be had even where the kernel reports less (virtual
         machines that grow as they are used); limits of control groups hold in any case.
+      measured: whose rates to take; None: those of the nearest preset.
     """
     devices, _ = current_setup().devices()
     kind = devices[0].device_kind
     memory = available_host_memory(stated_bytes=stated_host_bytes)
-    preset = profile_of_kind("cpu" if devices[0].platform == "cpu" else kind)
+    if measured is None:
+        rates = profile_of_kind("cpu" if devices[0].platform == "cpu" else kind)
+    else:
+        rates = measured.hardware
     profile = replace(
-        preset.with_devices(len(devices)),
+        rates.with_devices(len(devices)),
         name=kind,
         num_host_cores=len(os.sched_getaffinity(0)),
         host_memory_bytes=memory.available_bytes,
-        provenance=f"{preset.provenance}; memory as found ({memory.describe()})",
+        provenance=f"{rates.provenance}; memory as found ({memory.describe()})",
     )
     if profile.unified_memory:
         return replace(profile, device_memory_bytes=memory.available_bytes)
@@ -49,6 +64,32 @@ def this_machine(*, stated_host_bytes: float | None = None) -> HardwareProfile:
         device_memory_bytes=min(limits) + profile.device_reserve_bytes,
         stated_pinned_limit_bytes=current_setup().pinned_limit_gib * GIB,
     )
+
+
+def measured_profile(named: str) -> MachineProfile:
+    """The profile of a file, or with `auto` that of this machine in its usual place.
+
+    Raises:
+      UserError: there is none.
+    """
+    path = profile_path() if named == AUTO else named
+    try:
+        return read_profile(path)
+    except ValueError as error:
+        where = "" if named != AUTO else " (hardware_profile auto)"
+        raise UserError(f"{error}{where}") from None
+
+
+def profile_path() -> Path:
+    """Where `slidedp measure` writes the profile of the configured devices."""
+    devices, _ = current_setup().devices()
+    return profiles_folder() / machine_here(devices).file_name
+
+
+def profile_differences(profile: MachineProfile) -> list[str]:
+    """In what the configured devices and their host differ from those that were measured."""
+    devices, _ = current_setup().devices()
+    return differences(profile.machine, machine_here(devices))
 
 
 def _bytes_limit(device: jax.Device) -> int:
@@ -76,6 +117,7 @@ def plan_for(
     keep_activations: bool | None = None,
     resident_state: bool | None = None,
     hardware: HardwareProfile | str | None = None,
+    hardware_profile: str | os.PathLike[str] | None = None,
     strategy: Strategy | None = None,
 ) -> Plan:
     """The fastest strategy for this process's devices that fits the budgets.
@@ -103,20 +145,26 @@ def plan_for(
         optimizers (not Muon, not Adafactor).
       hardware: another machine, or the name of one GPU and the host assumed beside it ("rtx4090",
         "h100"; `planner.stated_machine.machine` makes others of it); None means this one.
+      hardware_profile: a file of `slidedp measure` with this machine's rates, or "auto" for the one
+        in its usual place; None: those of the nearest preset.
       strategy: what has been decided, such as that of a run that is resumed; None: the fastest.
 
     Raises:
       UserError: nothing fits, or not the strategy; every limit is listed. Or there is no such
-        hardware.
+        hardware, or profile.
     """
     choices = choices or Choices()
+    if hardware is not None and hardware_profile is not None:
+        raise UserError("hardware and hardware_profile both say which machine; give one of them")
     if isinstance(hardware, str):
         try:
             hardware = machine(hardware, 1, Stated())
         except ValueError as error:
             raise UserError(str(error)) from None
     if hardware is None:
-        hardware = this_machine(stated_host_bytes=_bytes(host_memory_budget_gib))
+        measured = None if hardware_profile is None else measured_profile(str(hardware_profile))
+        stated_bytes = _bytes(host_memory_budget_gib)
+        hardware = this_machine(stated_host_bytes=stated_bytes, measured=measured)
         host_devices = choices.num_host_devices or current_setup().num_host_devices
         choices = replace(choices, num_host_devices=host_devices)
     try:

@@ -90,6 +90,7 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int, stop: S
     from slidedp_jax.run.disk import disk_of_run
     from slidedp_jax.run.expert_products import changed_products, check_expert_products
     from slidedp_jax.run.folder import BEGINS_ANEW
+    from slidedp_jax.run.hardware_profile import profile_notes
     from slidedp_jax.run.loop import Run
     from slidedp_jax.run.out_of_memory import explained
     from slidedp_jax.run.overview import data_details, opening
@@ -130,6 +131,7 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int, stop: S
     if whole:
         print(data_details(inputs))
     plan = plan_or_ways_out(args, inputs, num_devices, strategy)
+    notes += profile_notes(args)
     notes += batch_notes(args, inputs, plan, num_devices)
     at_once = plan.strategy.rows_per_microbatch * inputs.source.widths[-1]
     notes += changed_products(before, args, inputs.pretrained.config, at_once)

@@ -24,7 +24,7 @@ FLOORS = [
         "compilation_cache",
         "visible_gpus",
     },
-    {"process"},
+    {"process", "machine_here"},
     {"this_machine"},
     {"data", "adapter"},
     {"state"},

@@ -4,7 +4,6 @@
 |---|---|
 | `command.py` | the command: flags, order of the parts, what is printed and written |
 | `stopwatch.py` | timing: warm-ups, repeats, a budget of seconds |
-| `facts.py` | the machine in words: devices, driver, versions, cores, limits, NUMA, peer access |
 | `links.py` | copies between host and devices, and between devices |
 | `host.py` | the host's memory and the host update, alone and beside copies |
 | `compute.py` | products, attention, a whole layer and the head on one device |

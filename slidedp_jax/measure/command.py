@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "slidedp measure") ->
     except (ValueError, RuntimeError) as error:
         say_error(error)
         return WRONG_COMMAND
-    from slidedp_jax.measure.facts import machine_here
+    from slidedp_jax.machine_here import machine_here
     from slidedp_jax.measure.stopwatch import Stopwatch
 
     machine = machine_here(devices)
@@ -90,9 +90,9 @@ def measured(watch: Stopwatch, machine: Machine) -> dict[str, Any]:
     """Measure everything there is time for; the content of the file."""
     import jax.numpy as jnp
 
+    from slidedp_jax.machine_here import more_facts, peer_access
     from slidedp_jax.measure import dispatch, host, links
     from slidedp_jax.measure.compute import Compute
-    from slidedp_jax.measure.facts import more_facts, peer_access
     from slidedp_jax.measure.to_profile import to_profile
     from slidedp_jax.process import current_setup
     from slidedp_jax.this_machine import this_machine

@@ -178,6 +178,11 @@ class TrainArguments:
         "devices", "with hardware: from that host to each GPU, and back", None
     )
     device_memory_gib: float | None = _setting("devices", "with hardware: memory of a GPU", None)
+    hardware_profile: str | None = _setting(
+        "devices",
+        "plan with the rates of this file of `slidedp measure`; auto: this machine's",
+        None,
+    )
     dry_run: bool = _setting("devices", "check everything, print the plan, stop", False)
 
     save_steps: int | None = _setting("output", "steps between saves; null: see save_at_end", 500)
@@ -286,6 +291,11 @@ class TrainArguments:
             raise UserError(
                 f"{', '.join(stated)} says what another machine has, and goes with --hardware; "
                 "what a run may use of this one: host_memory_budget, device_memory_budget"
+            )
+        if self.hardware is not None and self.hardware_profile is not None:
+            raise UserError(
+                "hardware plans for another machine, hardware_profile with this one's rates; give "
+                "one of them"
             )
         if self.hardware is not None and not self.dry_run:
             raise UserError("hardware plans for another machine; it goes with --dry_run only")

@@ -34,6 +34,7 @@ MAY_CHANGE = frozenset(
         "weight_route",
         "gradient_route",
         "hardware",
+        "hardware_profile",
         *STATED,
         "dry_run",
         "attention",

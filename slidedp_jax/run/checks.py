@@ -203,6 +203,7 @@ def make_plan(
         # which is less, is planned as an average over all, which holds for all of it together.
         resident_state=False if whole or args.freeze else args.resident_state,
         hardware=hardware,
+        hardware_profile=args.hardware_profile,
         strategy=strategy,
     )
 

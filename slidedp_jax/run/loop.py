@@ -30,6 +30,8 @@ from slidedp_jax.run.disk import RunDisk
 from slidedp_jax.run.expert_products import expert_products
 from slidedp_jax.run.export import export_run, export_text
 from slidedp_jax.run.folder import RunFolder
+from slidedp_jax.run.forecast import Forecast
+from slidedp_jax.run.hardware_profile import profile_record
 from slidedp_jax.run.learning_rate import learning_rate
 from slidedp_jax.run.metrics_file import EVALUATED_ROWS, MetricsFile, has_evaluation
 from slidedp_jax.run.optimizers import make_optimizer
@@ -79,6 +81,7 @@ class Run:
         self._timed: list[tuple[int, float]] = []
         self._tracer = StepTracer()
         self._to_track: list[dict[str, Any]] = []
+        self._forecast = Forecast(plan)
         self._saves = Saves(
             args,
             plan,
@@ -196,6 +199,8 @@ class Run:
                 record = self._step(trainer, step, progress)
                 profile.after(record)
                 progress.step(record)
+                if self._forecast.is_due:
+                    self._tell_forecast(progress, step)
                 last = step == num_steps
                 stopping = self._stop.requested
                 ends = stopping or (last and args.save_at_end)
@@ -229,6 +234,8 @@ class Run:
         loss, norm, skipped = metrics.loss, metrics.grad_norm, metrics.skipped
         seconds = time.perf_counter() - start
         self._timed.append((batch.num_tokens, seconds))
+        lanes = self._tracer.take()
+        self._forecast.step(arrays["input_ids"].shape[1], seconds, lanes)
         self._tokens_seen += batch.num_tokens
         self._padding_seen += arrays["input_ids"].size - batch.num_tokens
         self._skipped += skipped
@@ -253,7 +260,7 @@ class Run:
             "tokens_per_second_per_device": batch.num_tokens / seconds / num_devices,
             "step_time_s": seconds,
             "data_time_s": data_s,
-            **lane_seconds(self._tracer.take()),
+            **lane_seconds(lanes),
             "wait_device_s": start + seconds - issued,
             "mfu": flops / seconds / peak,
             "device_peak_gib": _device_peak_gib(),
@@ -261,6 +268,12 @@ class Run:
             **({"skipped": True} if skipped else {}),
             "row_ids": batch.row_ids,
         }
+
+    def _tell_forecast(self, progress: Progress, step: int) -> None:
+        found = self._forecast.comparison()
+        assert found is not None
+        progress.write({"step": step, "forecast": found.record()})
+        progress.say(found.describe(measured=self._args.hardware_profile is not None))
 
     def _evaluation_due(self, step: int, num_steps: int) -> bool:
         if self._inputs.evaluation is None:
@@ -409,6 +422,9 @@ class Run:
                 f"  {tokens / seconds:,.0f} tokens/s without padding, after the first step\n"
                 f"  median step {step_s:.3f} s, predicted {predicted:.3f} s"
             )
+        found = self._forecast.comparison()
+        if found is not None and found.lane is not None:
+            print(f"  {found.describe(measured=self._args.hardware_profile is not None)}")
         peak, predicted = _device_peak_gib(), self._plan.chosen.memory.device_bytes / 2**30
         if peak is not None:
             print(f"  device peak {peak:.1f} GiB, predicted {predicted:.1f} GiB")
@@ -428,6 +444,7 @@ class Run:
             "predicted": {"step_s": step_seconds(self._plan, self._inputs)},
             "disk": self._disk.record(),
             "planned_for": planned_for(),
+            "hardware_profile": profile_record(self._args),
             "xla_flags": xla_flags(),
             "configuration": dataclasses.asdict(self._inputs.pretrained.config),
             "kernel_form": trainer.kernel_form,
