@@ -202,7 +202,9 @@ def _request(args: argparse.Namespace) -> _Request:
 def _machine(args: argparse.Namespace, stated: Stated) -> tuple[HardwareProfile, list[str]]:
     """The machine that is planned for, and what should be said of it."""
     if args.hardware_profile is None:
-        return machine(args.hardware, 1 if args.num_devices is None else args.num_devices, stated), []
+        return machine(
+            args.hardware, 1 if args.num_devices is None else args.num_devices, stated
+        ), []
     profile = named_profile(args.hardware_profile)
     measured = profile.hardware.num_devices
     count = measured if args.num_devices is None else args.num_devices

@@ -7,6 +7,7 @@ uses on it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -120,6 +121,10 @@ class HardwareProfile:
         to the host, what is decided there, and Python's way into the next step.
       stated_pinned_limit_bytes: limit of the pool of page-locked memory; None: what `configure()`
         sets on such a host.
+      most_host_memory_bytes_per_s: what a host with as many GPUs as it takes reaches in all; None:
+        not known.
+      peer_access: the GPUs read each other's memory; else what passes between them goes through the
+        host, which `gather_bytes_per_s` says as well.
       unified_memory: the compute devices live in host memory (the CPU backend).
     """
 
@@ -149,6 +154,8 @@ class HardwareProfile:
     upload_call_per_device_s: float = 0.0
     step_end_s: float = 0.0
     stated_pinned_limit_bytes: float | None = None
+    most_host_memory_bytes_per_s: float | None = None
+    peer_access: bool = True
     unified_memory: bool = False
 
     def __post_init__(self) -> None:
@@ -174,9 +181,9 @@ class HardwareProfile:
     def with_devices(self, num_devices: int) -> HardwareProfile:
         """The same kind of host grown or shrunk to `num_devices` GPUs.
 
-        Cores, host memory and its bandwidth grow with the GPUs, as on rented machines, whose host
-        share is sold per GPU; the rate of the host update by `HOST_UPDATE_GROWTH`. Set them with
-        `dataclasses.replace` where the host is known.
+        Cores, host memory and its bandwidth (as far as a host goes) grow with the GPUs, as on
+        rented machines, whose host share is sold per GPU; the rate of the host update by
+        `HOST_UPDATE_GROWTH`. Set them with `dataclasses.replace` where the host is known.
 
         Raises:
           ValueError: `num_devices` is below 1.
@@ -184,12 +191,13 @@ class HardwareProfile:
         if num_devices < 1:
             raise ValueError(f"num_devices is {num_devices}; a job needs at least one.")
         share = num_devices / self.num_devices
+        most = self.most_host_memory_bytes_per_s or math.inf
         return replace(
             self,
             num_devices=num_devices,
             num_host_cores=max(1, int(self.num_host_cores * share)),
             host_memory_bytes=self.host_memory_bytes * share,
-            host_memory_bytes_per_s=self.host_memory_bytes_per_s * share,
+            host_memory_bytes_per_s=min(self.host_memory_bytes_per_s * share, most),
             host_update_params_per_s=self.host_update_params_per_s * share**HOST_UPDATE_GROWTH,
         )
 

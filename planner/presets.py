@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
+from slidedp_jax.planner.cards import CARDS, DESKTOP, HOSTS, Card
 from slidedp_jax.planner.hardware import GIB, MIB, HardwareProfile, LinkRate
 from slidedp_jax.planner.process_limits import usable_device_bytes
 
@@ -45,6 +45,8 @@ _H200 = HardwareProfile(
     host_memory_bytes=128 * GIB,
     host_reserve_bytes=6.5 * GIB,  # 14 jobs on one GPU took 5.7 to 7.3 (docs/benchmarks)
     host_memory_bytes_per_s=108e9,  # in-place triad 106-110 GB/s
+    # Two sockets of eight channels of DDR5-4800, 614 GB/s on paper, at four fifths.
+    most_host_memory_bytes_per_s=490e9,
     # 12-byte state, blocks of 4096 elements, 14-16 CPU devices of 16 cores: 3.4-3.9e9 alone,
     # 2.7-3.4e9 within steps (with `step_end_s`, 3.1e9 fits the full steps best).
     host_update_params_per_s=3.1e9,
@@ -61,105 +63,56 @@ _H200 = HardwareProfile(
 )
 
 # The profiles below are not measured: rates follow the data sheet in the proportions that were
-# measured on H200, host shares are those of common machines with the card.
+# measured on H200, host shares are those of common machines with the card (`cards.py`).
 _DERIVED = "derived from data sheets with the efficiencies measured on H200; not measured"
-_H200_SHEET = {"bf16": 989e12, "fp32": 67e12, "memory": 4.8e12}
-_PCIE4_LINK = _link(25e9)
-_THROUGH_HOST_BYTES_PER_S = 12e9
-"""Collectives over PCIe 4 without peer access: up and down at half the link."""
+_LINKS: Mapping[int, tuple[LinkRate, LinkRate, float]] = {
+    5: (_H200_LINK, _H200_LINK, _H200.duplex_bytes_per_s),
+    4: (_link(25e9), _link(25e9), 40e9),
+    0: (_link(375e9), _link(297e9), 600e9),
+}
+"""Generation of PCIe, 0 for NVLink-C2C -> links up and down, and both together."""
+
+_PEERS_SHARE, _THROUGH_HOST_SHARE = 0.8, 0.48
+"""Of a link, what collectives without NVLink reach: between GPUs that read each other's memory, and
+where everything goes up and down through the host. Assumed."""
 
 
-def _of_data_sheet(
-    name: str, *, bf16: float, fp32: float, memory: float, device_gib: float, **others: Any
-) -> HardwareProfile:
-    """A card by its sheet's dense bf16 and fp32 FLOP/s and bytes of memory per second."""
-    reserve_bytes = others.get("device_reserve_bytes", _H200.device_reserve_bytes)
-    matrix, sheet = bf16 / _H200_SHEET["bf16"], _H200_SHEET
+def _of_card(card: Card) -> HardwareProfile:
+    """A card in its usual host."""
+    sheet, host = CARDS["h200"], HOSTS[card.name]
+    desktop = host is DESKTOP
+    matrix = card.bf16_flops_per_s / sheet.bf16_flops_per_s
+    fp32 = card.fp32_flops_per_s / sheet.fp32_flops_per_s
+    memory = card.memory_bytes_per_s / sheet.memory_bytes_per_s
+    up, down, duplex = _LINKS[card.pcie]
+    gather = card.nvlink_bytes_per_s / sheet.nvlink_bytes_per_s * _H200.gather_bytes_per_s
+    if not gather:
+        share = _PEERS_SHARE if card.peer_access else _THROUGH_HOST_SHARE
+        gather = share * up.points[-1][1]
+    reserve_bytes = 1.0 * GIB if desktop else _H200.device_reserve_bytes
     return replace(
         _H200,
-        name=name,
+        name=card.name,
         provenance=_DERIVED,
-        device_memory_bytes=usable_device_bytes(device_gib * GIB, reserve_bytes),
-        peak_flops_per_s=bf16,
+        device_memory_bytes=usable_device_bytes(card.memory_gib * GIB, reserve_bytes),
+        device_reserve_bytes=reserve_bytes,
+        peak_flops_per_s=card.bf16_flops_per_s,
         bf16_matmul_flops_per_s=_H200.bf16_matmul_flops_per_s * matrix,
         attention_flops_per_s=_H200.attention_flops_per_s * matrix,
-        fp32_matmul_flops_per_s=_H200.fp32_matmul_flops_per_s * fp32 / sheet["fp32"],
-        device_memory_bytes_per_s=_H200.device_memory_bytes_per_s * memory / sheet["memory"],
-        **others,
+        fp32_matmul_flops_per_s=_H200.fp32_matmul_flops_per_s * fp32,
+        device_memory_bytes_per_s=_H200.device_memory_bytes_per_s * memory,
+        h2d=up,
+        d2h=down,
+        duplex_bytes_per_s=duplex,
+        gather_bytes_per_s=gather,
+        peer_access=card.peer_access,
+        num_host_cores=host.num_cores,
+        host_memory_bytes=host.memory_bytes,
+        host_memory_bytes_per_s=host.memory_bytes_per_s,
+        most_host_memory_bytes_per_s=host.most_memory_bytes_per_s,
+        host_update_params_per_s=host.update_params_per_s,
     )
 
-
-_ON_PCIE4: dict[str, Any] = {"h2d": _PCIE4_LINK, "d2h": _PCIE4_LINK, "duplex_bytes_per_s": 40e9}
-
-# 26 vCPU and 225 GiB per GPU are a common rented share.
-_H100 = _of_data_sheet(  # SXM: the compute of H200, PCIe 5 x16
-    "h100",
-    bf16=989e12,
-    fp32=67e12,
-    memory=3.35e12,
-    device_gib=79,
-    num_host_cores=26,
-    host_memory_bytes=225 * GIB,
-)
-
-_B200 = _of_data_sheet(  # PCIe 5 x16, NVLink 5 with 1800 GB/s in both directions
-    "b200",
-    bf16=2250e12,
-    fp32=80e12,
-    memory=8e12,
-    device_gib=178,
-    gather_bytes_per_s=_H200.gather_bytes_per_s * 1800 / 900,
-    num_host_cores=26,
-    host_memory_bytes=225 * GIB,
-)
-
-_A100_80G = _of_data_sheet(
-    "a100-80g",
-    # SXM: PCIe 4 x16 (31.5 GB/s raw), NVLink 3 with 600 GB/s in both directions; 8-GPU hosts with
-    # two 64-core EPYC 7003 (16 DDR4-3200 channels, 410 GB/s raw) and 1-2 TB.
-    bf16=312e12,
-    fp32=19.5e12,
-    memory=2.04e12,
-    device_gib=79,
-    **_ON_PCIE4,
-    gather_bytes_per_s=_H200.gather_bytes_per_s * 600 / 900,
-    num_host_cores=16,
-    host_memory_bytes=128 * GIB,
-    host_memory_bytes_per_s=38e9,
-    host_update_params_per_s=1.2e9,
-)
-
-# No peer access. Desktop host: two channels of DDR5-5600 (90 GB/s raw), 16 cores, 128 GB.
-_DESKTOP: dict[str, Any] = {
-    **_ON_PCIE4,
-    "device_reserve_bytes": 1.0 * GIB,
-    "gather_bytes_per_s": _THROUGH_HOST_BYTES_PER_S,
-    "num_host_cores": 16,
-    "host_memory_bytes": 120 * GIB,
-    "host_memory_bytes_per_s": 65e9,
-    "host_update_params_per_s": 1.9e9,
-}
-# Dense bf16 with fp32 accumulation.
-_RTX4090 = _of_data_sheet(
-    "rtx4090", bf16=165e12, fp32=82.6e12, memory=1.01e12, device_gib=23.5, **_DESKTOP
-)
-_RTX3090 = _of_data_sheet(
-    "rtx3090", bf16=71e12, fp32=35.6e12, memory=0.936e12, device_gib=23.5, **_DESKTOP
-)
-
-# Cards of servers on PCIe 4 without NVLink, with the host of an A100.
-_SERVER: dict[str, Any] = {
-    **_ON_PCIE4,
-    "gather_bytes_per_s": _THROUGH_HOST_BYTES_PER_S,
-    "num_host_cores": 16,
-    "host_memory_bytes": 128 * GIB,
-    "host_memory_bytes_per_s": 38e9,
-    "host_update_params_per_s": 1.2e9,
-}
-_L40S = _of_data_sheet(
-    "l40s", bf16=362e12, fp32=91.6e12, memory=0.864e12, device_gib=44.5, **_SERVER
-)
-_L4 = _of_data_sheet("l4", bf16=121e12, fp32=30.3e12, memory=0.3e12, device_gib=22, **_SERVER)
 
 _CPU = replace(
     _H200,
@@ -188,8 +141,8 @@ _CPU = replace(
 )
 
 PRESETS: Mapping[str, HardwareProfile] = {
-    profile.name: profile
-    for profile in (_H200, _B200, _H100, _A100_80G, _L40S, _L4, _RTX4090, _RTX3090, _CPU)
+    **{name: _H200 if name == "h200" else _of_card(card) for name, card in CARDS.items()},
+    "cpu": _CPU,
 }
 """Hosts with one GPU and its usual share of the host; grow them with `with_devices`."""
 
@@ -206,29 +159,28 @@ def named_hardware(name: str, *, num_devices: int = 1) -> HardwareProfile:
 
 
 _PRESET_OF_KIND: Mapping[str, str] = {
-    "NVIDIA H200": "h200",
-    "NVIDIA B200": "b200",
-    "NVIDIA H100 80GB HBM3": "h100",
-    "NVIDIA A100-SXM4-80GB": "a100-80g",
-    "NVIDIA L40S": "l40s",
-    "NVIDIA L4": "l4",
-    "NVIDIA GeForce RTX 4090": "rtx4090",
-    "NVIDIA GeForce RTX 3090": "rtx3090",
+    **{card.kind: name for name, card in CARDS.items()},
     "cpu": "cpu",
 }
 """Device kinds as JAX spells them, to the last letter."""
 
 _NEAREST = {
+    "GH200": "gh200",
     "H200": "h200",
     "B200": "b200",
     "B300": "b200",
+    "H100 NVL": "h100-pcie",
     "H100": "h100",
+    "A100-PCIE-40GB": "a100-40g",
     "A100": "a100-80g",
+    "A10G": "a10",
     "L40": "l40s",
+    "A40": "a6000",
+    "5090": "rtx5090",
     "4090": "rtx4090",
     "3090": "rtx3090",
 }
-"""Part of another device's name -> the preset that is nearest to it."""
+"""Part of another device's name -> the preset that is nearest to it; the first that fits counts."""
 
 _OF_THE_UNKNOWN = "h100"
 

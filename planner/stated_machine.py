@@ -125,7 +125,9 @@ def _preset_name(name: str) -> str:
     found = {_letters(preset): preset for preset in PRESETS}
     if _letters(name) in found:
         return found[_letters(name)]
-    near = [found[key] for key in difflib.get_close_matches(_letters(name), found, n=2, cutoff=0.5)]
+    given = _letters(name)
+    near = [preset for key, preset in found.items() if given and key.startswith(given)]
+    near = near or [found[key] for key in difflib.get_close_matches(given, found, n=2, cutoff=0.5)]
     hint = ""
     if near:
         hint = (

@@ -181,12 +181,27 @@ def lower_bound_s(
     link_bytes = sum(c.upload_bytes for c in uploads) + sum(c.download_bytes for c in downloads)
     link_bytes += 2 * sum(c.boundary_bytes for c in durations)
     host_bytes = link_bytes * hardware.num_devices + sum(c.update_bytes for c in durations)
+    busy_s = _busy(durations, hardware)
+    shares = _core_shares(hardware)
     return max(
-        *_busy(durations, hardware).values(),
+        *busy_s.values(),
+        sum(shares[lane] * seconds for lane, seconds in busy_s.items()),
         link_bytes / hardware.duplex_bytes_per_s,
         host_bytes / hardware.host_memory_bytes_per_s,
         _longest_circle_s(durations, strategy, hardware),
     )
+
+
+def _core_shares(hardware: HardwareProfile) -> Mapping[Lane, float]:
+    """Per lane, the share of the host's cores that its work takes at full speed.
+
+    Where the devices compute on the host's cores (the CPU backend), compute and update take all of
+    them, a copy one; elsewhere compute and copies take none.
+    """
+    if not hardware.unified_memory:
+        return dict.fromkeys(LANES, 0.0)
+    one = 1.0 / hardware.num_host_cores
+    return {"h2d": one, "compute": 1.0, "d2h": one, "host_update": 1.0}
 
 
 def _longest_circle_s(
@@ -232,6 +247,9 @@ def _busy(durations: Sequence[ChunkDurations], hardware: HardwareProfile) -> dic
 _NOTHING: Mapping[str, float] = {}
 
 
+_NOTHING: Mapping[str, float] = {}
+
+
 class _Schedule:
     """Builds the tasks of consecutive steps and runs them."""
 
@@ -248,8 +266,11 @@ class _Schedule:
         self._capacities = {
             "link": hardware.duplex_bytes_per_s,
             "host": hardware.host_memory_bytes_per_s,
+            "cores": 1.0,
         }
         self._demands: dict[tuple[float, float, bool], Mapping[str, float]] = {}
+        self._core_shares = _core_shares(hardware)
+        self._on_cores: dict[tuple[int, float], Mapping[str, float]] = {}
         self._tasks: list[Task] = []
         self._uses: list[int] = []
         self._downloads: list[int] = []
@@ -349,6 +370,13 @@ class _Schedule:
             self._demands[key] = of_link if copies else {"host": rate}
         return self._demands[key]
 
+    def _with_cores(self, demands: Mapping[str, float], share: float) -> Mapping[str, float]:
+        """The same with a share of the host's cores; the same object for the same."""
+        key = id(demands), share  # they live as long as this
+        if key not in self._on_cores:
+            self._on_cores[key] = {**demands, "cores": share}
+        return self._on_cores[key]
+
     def _add(
         self,
         lane: Lane,
@@ -358,6 +386,8 @@ class _Schedule:
         *,
         order: tuple[int, ...] | None = None,
     ) -> int:
-        index = len(self._tasks)
+        index, share = len(self._tasks), self._core_shares[lane]
+        if share:
+            demands = self._with_cores(demands, share)
         self._tasks.append(Task(lane, seconds, after, order or (index,), demands))
         return index

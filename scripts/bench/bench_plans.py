@@ -79,7 +79,14 @@ POINTS = {
     "qwen3-4b-row-64k": Point(model="qwen3-4b", rows=1, seq=65536),
     "qwen3-8b-row-128k": Point(model="qwen3-8b", rows=1, seq=131072),
     "tiny": Point(model="qwen3-0.6b", layers=2, rows=2, seq=64),
+    "cpu-smollm2": Point(model="smollm2-135m", layers=8, rows=2, seq=512),
+    "cpu-smollm2-256": Point(model="smollm2-135m", layers=8, rows=2, seq=256),
+    "cpu-smollm2-eager": Point(model="smollm2-135m", layers=8, rows=4, seq=512, eager=True),
+    "cpu-qwen3-0.6b": Point(model="qwen3-0.6b", layers=3, rows=1, seq=512),
+    "cpu-smollm2-whole": Point(model="smollm2-135m", layers=None, rows=2, seq=512),
 }
+SMALL = ("tiny", *(name for name in POINTS if name.startswith("cpu-")))
+"""Points for machines without a GPU; by default the others are measured."""
 
 
 class MemoryTracer(RecordingTracer):
@@ -112,10 +119,14 @@ class MemoryTracer(RecordingTracer):
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--points", nargs="+", choices=POINTS, default=[name for name in POINTS if name != "tiny"]
+        "--points",
+        nargs="+",
+        choices=POINTS,
+        default=[name for name in POINTS if name not in SMALL],
     )
     parser.add_argument("--steps", type=int, default=5, help="timed, after two that warm up")
     parser.add_argument("--host-memory-budget", type=float, help="GiB")
+    parser.add_argument("--hardware-profile", help="rates of a file of `slidedp measure`, or auto")
     parser.add_argument("--budget-s", type=float, help="starts no point after this")
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -138,6 +149,8 @@ def main() -> None:
         command = [__file__, "--child", name, "--steps", str(args.steps)]
         if args.host_memory_budget is not None:
             command += ["--host-memory-budget", str(args.host_memory_budget)]
+        if args.hardware_profile is not None:
+            command += ["--hardware-profile", args.hardware_profile]
 
         def keep(result: dict[str, Any], name: str = name) -> None:
             record["results"].append({"point": name, **result})
@@ -175,6 +188,7 @@ def measure(args: argparse.Namespace, point: Point) -> dict[str, Any]:
         max_grad_norm=limit,
         device_memory_budget_gib=point.device_gib,
         host_memory_budget_gib=args.host_memory_budget,
+        hardware_profile=args.hardware_profile,
     )
     device = jax.local_devices()[0]
     tracer = MemoryTracer(device)

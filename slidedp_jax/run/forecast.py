@@ -63,7 +63,7 @@ class Comparison:
       steps: that were measured.
       step_s: median of a step.
       predicted_s: of the same steps.
-      update_s: mean of the host update per step.
+      update_s: of the host update, per step.
       predicted_update_s: of the same steps.
       lane: what is off by more than `OFF`, if anything is.
     """
@@ -154,7 +154,7 @@ class Forecast:
         step_s = statistics.median(self._seconds)
         ratio = statistics.median(self._ratios)
         update_s, predicted_update_s = (
-            statistics.mean(column) for column in zip(*self._update_ratios, strict=True)
+            statistics.median(column) for column in zip(*self._update_ratios, strict=True)
         )
         return Comparison(
             steps=len(self._ratios),

@@ -226,7 +226,7 @@ def test_one_row_is_one(capsys):
         ([*JOB, "--num_devices", "0"], "at least one"),
         ([*JOB, "--max_grad_norm", "-1"], "use 0 for none"),
         ([*JOB, "--tokens_per_step", "0"], "must be a multiple of --seq_length"),
-        ([*JOB, "--hardware", "rtx5090"], "No hardware preset is named 'rtx5090'"),
+        ([*JOB, "--hardware", "rtx6090"], "No hardware preset is named 'rtx6090'"),
         ([*JOB, "--freeze", "nothing.*"], "no parameter is called 'nothing.*'"),
         ([*JOB, "--ema_decay", "1"], "between 0 and 1"),
         ([*JOB, "--save_total_limit", "0"], "save_total_limit is 0"),

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slidedp_jax.models.config import named_config
+from slidedp_jax.planner.cards import CARDS, HOSTS
 from slidedp_jax.planner.hardware import GIB, MIB, LinkRate
 from slidedp_jax.planner.presets import (
     _PRESET_OF_KIND,
@@ -71,6 +72,11 @@ def test_unknown_names_list_the_known():
         ("NVIDIA L4", "l4"),
         ("NVIDIA GeForce RTX 3090", "rtx3090"),
         ("NVIDIA B200", "b200"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40g"),
+        ("NVIDIA GeForce RTX 5090", "rtx5090"),
+        ("NVIDIA RTX A6000", "a6000"),
         ("cpu", "cpu"),
     ],
 )
@@ -85,12 +91,14 @@ def test_devices_as_jax_names_them(kind, preset):
 @pytest.mark.parametrize(
     ("kind", "assumed", "why"),
     [
-        ("NVIDIA GH200 480GB", "h200", "the nearest there is"),
+        ("NVIDIA GH200 144G HBM3e", "gh200", "the nearest there is"),
         ("NVIDIA H200 NVL", "h200", "the nearest there is"),
         ("NVIDIA GB200", "b200", "the nearest there is"),
-        ("NVIDIA A100-PCIE-40GB", "a100-80g", "the nearest there is"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40g", "the nearest there is"),
+        ("NVIDIA A100 80GB PCIe", "a100-80g", "the nearest there is"),
+        ("NVIDIA H100 NVL", "h100-pcie", "the nearest there is"),
         ("NVIDIA GeForce RTX 4090 D", "rtx4090", "the nearest there is"),
-        ("NVIDIA A10G", "h100", "though none is near, so they may be far off"),
+        ("NVIDIA A10G", "a10", "the nearest there is"),
         ("Tesla V100-SXM2-16GB", "h100", "though none is near, so they may be far off"),
     ],
 )
@@ -122,3 +130,24 @@ def test_derived_rates_follow_the_data_sheet_as_measured_on_h200():
     assert share == pytest.approx({name: 700 / 989 for name, _ in GPUS})
     # An eighth of an H100's peak.
     assert PRESETS["h100"].peak_flops_per_s / PRESETS["l4"].peak_flops_per_s > 8
+
+
+def test_what_passes_between_gpus_without_peer_access_goes_through_the_host():
+    for name, profile in GPUS:
+        assert profile.peer_access is not name.startswith("rtx")
+        assert (profile.gather_bytes_per_s < profile.h2d.points[-1][1] / 2) is not (
+            profile.peer_access
+        )
+    assert PRESETS["gh200"].h2d.points[-1][1] > 6 * H200.h2d.points[-1][1]
+
+
+def test_a_host_has_no_more_memory_bandwidth_than_its_sockets():
+    # Two sockets of DDR5-4800 have 614 GB/s on paper, where eight shares of one GPU would be 864.
+    assert named_hardware("h200", num_devices=4).host_memory_bytes_per_s == 4 * 108e9
+    assert named_hardware("h200", num_devices=8).host_memory_bytes_per_s == 490e9
+
+
+def test_every_figure_of_a_card_and_its_host_has_a_source():
+    assert {*CARDS} == {name for name, _ in GPUS} == {*HOSTS, "h200"}
+    for one in (*CARDS.values(), *HOSTS.values()):
+        assert len(one.source) > 10
