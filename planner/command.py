@@ -8,35 +8,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
 
 from slidedp_jax.command_parser import WRONG_COMMAND
-from slidedp_jax.models.config import ModelConfig, named_config
-from slidedp_jax.models.frozen_names import frozen_names
-from slidedp_jax.models.hf_config import read_config
-from slidedp_jax.planner.candidates import Choices
-from slidedp_jax.planner.command_line import COUNTS, parse
-from slidedp_jax.planner.disk import DiskUse, disk_use
+from slidedp_jax.planner.command_line import parse
 from slidedp_jax.planner.errors import PlanError
 from slidedp_jax.planner.hardware import GIB, HardwareProfile
 from slidedp_jax.planner.host_memory import available_host_memory
 from slidedp_jax.planner.machine_profile import named_profile
-from slidedp_jax.planner.model_names import preset_of
-from slidedp_jax.planner.optimizers import (
-    AVERAGE_BYTES,
-    WHOLE_PARAMETER_OPTIMIZERS,
-    OptimizerName,
-    state_bytes,
-)
+from slidedp_jax.planner.optimizers import WHOLE_PARAMETER_OPTIMIZERS
 from slidedp_jax.planner.report import Completion, limit_as_dict, plan_as_dict, plan_as_text
-from slidedp_jax.planner.search import Plan, plan
+from slidedp_jax.planner.request import Request, request_of
 from slidedp_jax.planner.stated_machine import Stated, host_line, machine, with_stated
 from slidedp_jax.planner.ways_out import fewer_rows, halves, leaner_optimizers
-from slidedp_jax.planner.workload import BatchShape, Workload
 from slidedp_jax.wording import columns_of, counted, say_error, short_count, wrapped
 
 FITS, DOES_NOT_FIT = 0, 1
@@ -46,28 +31,34 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m plann
     """Runs the command; returns its exit code."""
     args = parse(sys.argv[1:] if arguments is None else list(arguments), prog)
     try:
-        request = _request(args)
+        request = request_of(args)
+        stated = _stated(args)
+        hardware, machine_notes = _machine(args, stated)
         completion, disk = _completion(args), request.disk()
     except (ValueError, FileNotFoundError) as error:
         say_error(error)
         return WRONG_COMMAND
+    assumed = [
+        name
+        for name in Stated.__dataclass_fields__
+        if args.hardware_profile is None and name not in stated.names
+    ]
     try:
-        found = request.plan()
+        found = request.plan(hardware)
     except PlanError as error:
-        return _does_not_fit(request, error)
+        return _does_not_fit(request, hardware, assumed, error)
     if args.json:
         result = plan_as_dict(found, completion, disk=disk)
-        result["notes"] += request.notes
-        print(json.dumps({"fits": True, "assumed": request.assumed, **result}, indent=2))
+        result["notes"] += machine_notes
+        print(json.dumps({"fits": True, "assumed": assumed, **result}, indent=2))
         return FITS
-    text = plan_as_text(found, completion, disk=disk, assumed=request.assumed)
+    text = plan_as_text(found, completion, disk=disk, assumed=assumed)
     print(wrapped(text, columns_of(sys.stdout)))
-    for note in request.notes:
+    for note in machine_notes:
         _note(note)
     if frozen := len(request.config.parameter_shapes()) - len(request.trained):
-        trained = sum(map(math.prod, request.trained.values()))
         _note(
-            f"{counted(frozen, 'parameter array')} frozen, {short_count(trained)} of "
+            f"{counted(frozen, 'parameter array')} frozen, {short_count(request.num_trained)} of "
             f"{short_count(request.config.num_parameters)} parameters trained; time and gradients "
             "are predicted as if all were"
         )
@@ -80,123 +71,6 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m plann
 
 def _note(text: str) -> None:
     print(wrapped(f"note: {text}", columns_of(sys.stdout), 6))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Request:
-    """What is to be planned.
-
-    Attributes:
-      args: the words of the command.
-      config: the model.
-      name: of the model, for reports; None: by its type and size.
-      trained: shapes of the parameters that are not frozen.
-      hardware: the machine.
-      assumed: attributes of the machine that nobody has stated.
-      optimizer: by name; None where the bytes of its state are given instead.
-      notes: what should be said of the machine.
-    """
-
-    args: argparse.Namespace
-    config: ModelConfig
-    name: str | None
-    trained: Mapping[str, tuple[int, ...]]
-    hardware: HardwareProfile
-    assumed: list[str]
-    optimizer: OptimizerName | None
-    notes: list[str]
-
-    def plan(self, *, optimizer: OptimizerName | None = None, num_rows: int | None = None) -> Plan:
-        """The plan, or that with another optimizer or other rows.
-
-        Raises:
-          PlanError: nothing fits.
-        """
-        args = self.args
-        optimizer = optimizer or self.optimizer
-        in_part = optimizer in WHOLE_PARAMETER_OPTIMIZERS or bool(args.freeze)
-        return plan(
-            Workload.from_config(self.config, name=self.name),
-            _batch(num_rows, args.tokens_per_step, args.seq_length, args.document_length),
-            self.hardware,
-            update_policy="deferred" if args.max_grad_norm else "eager",
-            compute_dtype=args.compute_dtype,
-            optimizer_state_bytes=self.state_bytes(optimizer),
-            device_budget_bytes=_gib(args.device_memory_budget_gib),
-            host_budget_bytes=_gib(args.host_memory_budget_gib),
-            choices=Choices(
-                weight_route=args.weight_route,
-                gradient_route=args.gradient_route,
-                **{name: getattr(args, name) for name in COUNTS},
-            ),
-            keep_activations=args.keep_activations,
-            resident_state=False if in_part else args.resident_state,  # as in training
-        )
-
-    def state_bytes(self, optimizer: OptimizerName | None) -> float:
-        """Optimizer state per parameter of the model, frozen ones included, in bytes."""
-        trained = sum(map(math.prod, self.trained.values()))
-        if optimizer is None:
-            total = self.args.optimizer_state_bytes * trained
-        else:
-            total = state_bytes(optimizer, self.trained)
-        if self.args.ema_decay is not None:
-            total += AVERAGE_BYTES * trained
-        return float(total / self.config.num_parameters)
-
-    def disk(self) -> DiskUse:
-        """The room that the run's folder takes."""
-        return disk_use(
-            self.config.num_parameters,
-            self.state_bytes(self.optimizer),
-            save_total_limit=self.args.save_total_limit,
-            export_dtype=self.args.export_dtype,
-            averaged=self.args.ema_decay is not None,
-        )
-
-
-def _request(args: argparse.Namespace) -> _Request:
-    """Check the words of the command.
-
-    Raises:
-      ValueError: one of them is wrong.
-      FileNotFoundError: there is no such model.
-    """
-    if args.max_grad_norm < 0:
-        raise ValueError(f"--max_grad_norm is {args.max_grad_norm}; use 0 for none or a limit > 0.")
-    if args.ema_decay is not None and not 0 < args.ema_decay < 1:
-        raise ValueError(f"--ema_decay is {args.ema_decay}; it must be between 0 and 1.")
-    optimizer = args.optim
-    if args.optimizer_state_bytes is None:
-        optimizer = optimizer or "adamw"
-    elif not 0 <= args.optimizer_state_bytes < math.inf:
-        raise ValueError(f"--optimizer_state_bytes is {args.optimizer_state_bytes}; 0 or more.")
-    for reason in (
-        optimizer in WHOLE_PARAMETER_OPTIMIZERS and f"--optim {optimizer}",
-        bool(args.freeze) and "--freeze",
-    ):
-        if reason and args.resident_state:
-            raise ValueError(f"--resident_state is not for {reason}; drop one of them.")
-    _batch(None, args.tokens_per_step, args.seq_length, args.document_length)
-    config, name = _model(args.model_name_or_path, args.preset)
-    shapes = config.parameter_shapes()
-    frozen = frozen_names(shapes, args.freeze)
-    stated = _stated(args)
-    hardware, notes = _machine(args, stated)
-    return _Request(
-        args=args,
-        config=config,
-        name=name,
-        trained={name: shape for name, shape in shapes.items() if name not in frozen},
-        hardware=hardware,
-        assumed=[
-            name
-            for name in Stated.__dataclass_fields__
-            if args.hardware_profile is None and name not in stated.names
-        ],
-        notes=notes,
-        optimizer=optimizer,
-    )
 
 
 def _machine(args: argparse.Namespace, stated: Stated) -> tuple[HardwareProfile, list[str]]:
@@ -219,23 +93,29 @@ def _machine(args: argparse.Namespace, stated: Stated) -> tuple[HardwareProfile,
     return with_stated(profile.hardware.with_devices(count), stated), notes
 
 
-def _does_not_fit(request: _Request, error: PlanError) -> int:
+def _does_not_fit(
+    request: Request, hardware: HardwareProfile, assumed: list[str], error: PlanError
+) -> int:
     """Say what does not fit, and what would."""
     args, limits = request.args, {limit.name for limit in error.limits}
     ways: list[str] = []
     if "host memory" in limits and request.optimizer is not None:
-        ways += leaner_optimizers(request.optimizer, lambda name: request.plan(optimizer=name))
+        ways += leaner_optimizers(
+            request.optimizer, lambda name: request.plan(hardware, optimizer=name)
+        )
     steps = [
         (rows, f"--tokens_per_step {rows * args.seq_length}")
-        for rows in halves(args.tokens_per_step // args.seq_length, request.hardware.num_devices)
+        for rows in halves(args.tokens_per_step // args.seq_length, hardware.num_devices)
     ]
     if limits:
-        ways += fewer_rows(steps, args.seq_length, lambda rows: request.plan(num_rows=rows))
-    line = host_line(request.hardware, request.assumed)
+        ways += fewer_rows(
+            steps, args.seq_length, lambda rows: request.plan(hardware, num_rows=rows)
+        )
+    line = host_line(hardware, assumed)
     if args.json:
         found = {
             "fits": False,
-            "assumed": request.assumed,
+            "assumed": assumed,
             "message": str(error),
             "limits": [limit_as_dict(limit) for limit in error.limits],
             "ways_out": ways,
@@ -260,46 +140,6 @@ def _completion(args: argparse.Namespace) -> Completion | None:
     )
 
 
-def _model(name_or_path: str | None, preset: str | None) -> tuple[ModelConfig, str | None]:
-    """The configuration, and the name where it is a known model's."""
-    if name_or_path is not None:
-        path = Path(name_or_path).expanduser()
-        if path.exists():
-            return read_config(path.parent if path.name == "config.json" else path), None
-        try:
-            preset = preset_of(name_or_path)
-        except ValueError as error:
-            raise FileNotFoundError(f"There is no folder {name_or_path} here. {error}") from None
-    assert preset is not None
-    name = preset_of(preset)
-    return named_config(name), name
-
-
-def _batch(
-    num_rows: int | None, tokens_per_step: int, seq_length: int, document_length: int | None
-) -> BatchShape:
-    if seq_length < 1 or tokens_per_step < 1 or tokens_per_step % seq_length:
-        raise ValueError(
-            f"--tokens_per_step is {tokens_per_step}; it must be a multiple of --seq_length "
-            f"{seq_length}."
-        )
-    documents = None
-    if document_length is not None:
-        if not 1 <= document_length <= seq_length:
-            raise ValueError(
-                f"--document_length is {document_length}; it must be between 1 and --seq_length "
-                f"{seq_length}."
-            )
-        full, rest = divmod(seq_length, document_length)
-        documents = (document_length,) * full + ((rest,) if rest else ())
-    return BatchShape(
-        num_rows=num_rows or tokens_per_step // seq_length,
-        seq_length=seq_length,
-        document_lengths=documents,
-        documents_per_row=None if documents is None else len(documents),
-    )
-
-
 def _stated(args: argparse.Namespace) -> Stated:
     host_memory_gib = None
     if args.host_memory_gib == "here":
@@ -319,7 +159,3 @@ def _stated(args: argparse.Namespace) -> Stated:
         link_gb_per_s=args.link_gb_per_s,
         device_memory_gib=args.device_memory_gib,
     )
-
-
-def _gib(value: float | None) -> float | None:
-    return None if value is None else value * GIB

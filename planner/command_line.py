@@ -43,7 +43,9 @@ def _parser(prog: str) -> CommandParser:
         "strategy, without the hardware.",
         epilog="Exit code 0: it fits; 1: it does not; 2: the command is wrong.",
     )
-    _add_job(parser.add_argument_group("job"))
+    job = parser.add_argument_group("job")
+    add_job(job)
+    _add_completion(job)
     _add_machine(parser.add_argument_group("machine"))
     fixed = parser.add_argument_group("decided already (default: the planner's choice)")
     fixed.add_argument(
@@ -76,7 +78,8 @@ def _parser(prog: str) -> CommandParser:
     return parser
 
 
-def _add_job(job: argparse._ArgumentGroup) -> None:
+def add_job(job: argparse._ArgumentGroup) -> None:
+    """The flags that say what is to be trained and how."""
     model = job.add_mutually_exclusive_group(required=True)
     model.add_argument(
         "--model_name_or_path",
@@ -131,6 +134,9 @@ def _add_job(job: argparse._ArgumentGroup) -> None:
     job.add_argument(
         "--export_dtype", choices=tuple(EXPORT_BYTES), default="bfloat16", help="(bfloat16)"
     )
+
+
+def _add_completion(job: argparse._ArgumentGroup) -> None:
     job.add_argument("--total_tokens", type=int, help="tokens of the whole job, for hours and cost")
     job.add_argument(
         "--price_per_device_hour", type=float, help="with --total_tokens, in any currency"

@@ -14,6 +14,7 @@ _COMMANDS = {
     "train": "fine-tune a model folder",
     "preview": "look at the rows as training sees them",
     "plan": "predict memory and step time",
+    "compare": "compare machines for a job",
     "measure": "measure this machine for plans",
     "export": "checkpoint -> Hugging Face folder",
     "checkpoints": "list, inspect, verify, export or copy checkpoints",
@@ -75,6 +76,10 @@ def _run(command: str, rest: list[str]) -> int:
         from slidedp_jax.planner.command import main as plan
 
         return plan(rest, prog="slidedp plan")
+    if command == "compare":
+        from slidedp_jax.planner.comparison import main as compare
+
+        return compare(rest)
     if command == "measure":
         from slidedp_jax.measure.command import main as measure
 
