@@ -247,9 +247,6 @@ def _busy(durations: Sequence[ChunkDurations], hardware: HardwareProfile) -> dic
 _NOTHING: Mapping[str, float] = {}
 
 
-_NOTHING: Mapping[str, float] = {}
-
-
 class _Schedule:
     """Builds the tasks of consecutive steps and runs them."""
 
