@@ -45,9 +45,12 @@ class LaneSeconds(Tracer):
         try:
             yield
         finally:
-            took = time.perf_counter() - start
-            with self._lock:
-                self._seconds[lane] = self._seconds.get(lane, 0.0) + took
+            self.add(lane, time.perf_counter() - start)
+
+    def add(self, lane: SpanLane, seconds: float) -> None:
+        """Add what a piece of work has taken."""
+        with self._lock:
+            self._seconds[lane] = self._seconds.get(lane, 0.0) + seconds
 
     def seconds(self, lane: SpanLane) -> float:
         """Of all its spans that have ended."""
