@@ -16,7 +16,8 @@ def watch_of(*measured: Measurement) -> Stopwatch:
 
 
 def link(name: str, size: int, seconds: float, devices=(0, 1), copies=1) -> Measurement:
-    about = {"at_once": "all", "devices": list(devices), "size": size}
+    company = "all" if len(devices) > 1 else "each"
+    about = {"at_once": company, "devices": list(devices), "size": size}
     work = float(size * len(devices) * copies)
     return Measurement(name=name, seconds=(seconds,), work=work, about=about)
 
