@@ -7,11 +7,8 @@ one of those. Looking costs nothing and changes nothing: a run's bits never depe
 
 from __future__ import annotations
 
-import contextlib
 import statistics
-import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +16,7 @@ from slidedp_jax.planner.search import Plan
 from slidedp_jax.planner.step_time import running_s
 from slidedp_jax.planner.timeline import Lane
 from slidedp_jax.planner.words import LANE_WORDS
-from slidedp_jax.tracer import SpanLane, Tracer
+from slidedp_jax.tracer import SpanLane
 
 STEPS = 20
 """Steps after which the forecast is looked at, those that compile left out."""
@@ -29,33 +26,6 @@ OFF = 0.10
 
 LITTLE = 0.05
 """Share of a step below which a lane's own time is not worth comparing."""
-
-
-class LaneSeconds(Tracer):
-    """Adds up what spans of each lane take; keeps no span."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[SpanLane, float] = {}
-        self._lock = threading.Lock()
-
-    @contextlib.contextmanager
-    def span(self, lane: SpanLane, name: str) -> Iterator[None]:
-        """Add a piece of work of `lane`."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.add(lane, time.perf_counter() - start)
-
-    def add(self, lane: SpanLane, seconds: float) -> None:
-        """Add what a piece of work has taken."""
-        with self._lock:
-            self._seconds[lane] = self._seconds.get(lane, 0.0) + seconds
-
-    def seconds(self, lane: SpanLane) -> float:
-        """Of all its spans that have ended."""
-        with self._lock:
-            return self._seconds.get(lane, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,18 +95,21 @@ class Forecast:
     """
 
     def __init__(self, plan: Plan):
-        self.tracer = LaneSeconds()
         self._plan = plan
         self._predicted: dict[int, tuple[float, float]] = {}
         self._ratios: list[float] = []
         self._seconds: list[float] = []
         self._update_ratios: list[tuple[float, float]] = []
-        self._update_before = 0.0
 
-    def step(self, width: int, seconds: float) -> None:
-        """A step of rows of `width` tokens has ended; the first of each width compiles."""
-        update_s = self.tracer.seconds("host_update")
-        own_s, self._update_before = update_s - self._update_before, update_s
+    def step(self, width: int, seconds: float, lanes: Mapping[tuple[SpanLane, str], float]) -> None:
+        """A step has ended; the first of each width compiles.
+
+        Args:
+          width: tokens of its rows.
+          seconds: that it took.
+          lanes: what `StepTracer.take` gave since the step before.
+        """
+        own_s = lanes.get(("host_update", ""), 0.0)
         if width not in self._predicted:
             self._predicted[width] = self._of_width(width)
             return
