@@ -17,11 +17,11 @@ from slidedp_jax.planner.errors import PlanError
 from slidedp_jax.planner.hardware import GIB, HardwareProfile
 from slidedp_jax.planner.host_memory import available_host_memory
 from slidedp_jax.planner.machine_profile import named_profile
-from slidedp_jax.planner.optimizers import WHOLE_PARAMETER_OPTIMIZERS
 from slidedp_jax.planner.report import Completion, limit_as_dict, plan_as_dict, plan_as_text
 from slidedp_jax.planner.request import Request, request_of
 from slidedp_jax.planner.stated_machine import Stated, host_line, machine, with_stated
 from slidedp_jax.planner.ways_out import fewer_rows, halves, leaner_optimizers
+from slidedp_jax.planner.whole_updates import whole_update_note
 from slidedp_jax.wording import columns_of, counted, say_error, short_count, wrapped
 
 FITS, DOES_NOT_FIT = 0, 1
@@ -62,10 +62,8 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m plann
             f"{short_count(request.config.num_parameters)} parameters trained; time and gradients "
             "are predicted as if all were"
         )
-    if request.optimizer in WHOLE_PARAMETER_OPTIMIZERS:
-        _note(
-            f"{request.optimizer} updates whole matrices on the host; steps take longer than that"
-        )
+    if (of_update := whole_update_note(request.optimizer)) is not None:
+        _note(of_update)
     return FITS
 
 

@@ -23,6 +23,7 @@ from slidedp_jax.planner.optimizers import (
     state_bytes,
 )
 from slidedp_jax.planner.search import Plan, plan
+from slidedp_jax.planner.whole_updates import update_flops, with_update_flops
 from slidedp_jax.planner.workload import BatchShape, Workload
 
 
@@ -63,6 +64,13 @@ class Request:
         """
         args = self.args
         optimizer = optimizer or self.optimizer
+        state_bytes = self.state_bytes(optimizer)
+        hardware = with_update_flops(
+            hardware,
+            update_flops(optimizer, self.trained),
+            num_parameters=self.config.num_parameters,
+            optimizer_state_bytes=state_bytes,
+        )
         in_part = optimizer in WHOLE_PARAMETER_OPTIMIZERS or bool(args.freeze)
         return plan(
             Workload.from_config(self.config, name=self.name),
@@ -70,7 +78,7 @@ class Request:
             hardware,
             update_policy="deferred" if args.max_grad_norm else "eager",
             compute_dtype=args.compute_dtype,
-            optimizer_state_bytes=self.state_bytes(optimizer),
+            optimizer_state_bytes=state_bytes,
             device_budget_bytes=_gib(args.device_memory_budget_gib),
             host_budget_bytes=_gib(args.host_memory_budget_gib),
             choices=Choices(

@@ -28,6 +28,7 @@ from slidedp_jax.planner.search import Plan, plan
 from slidedp_jax.planner.stated_machine import Stated, machine
 from slidedp_jax.planner.strategy import Strategy, UpdatePolicy
 from slidedp_jax.planner.training_state import ADAMW_STATE_BYTES
+from slidedp_jax.planner.whole_updates import with_update_flops
 from slidedp_jax.planner.workload import BatchShape, Workload
 from slidedp_jax.process import current_setup
 
@@ -118,6 +119,7 @@ def plan_for(
     resident_state: bool | None = None,
     hardware: HardwareProfile | str | None = None,
     hardware_profile: str | os.PathLike[str] | None = None,
+    update_flops: float = 0.0,
     strategy: Strategy | None = None,
 ) -> Plan:
     """The fastest strategy for this process's devices that fits the budgets.
@@ -147,6 +149,8 @@ def plan_for(
         "h100"; `planner.stated_machine.machine` makes others of it); None means this one.
       hardware_profile: a file of `slidedp measure` with this machine's rates, or "auto" for the one
         in its usual place; None: those of the nearest preset.
+      update_flops: operations of the optimizer's products on the host per step
+        (`planner.whole_updates.update_flops`).
       strategy: what has been decided, such as that of a run that is resumed; None: the fastest.
 
     Raises:
@@ -167,9 +171,16 @@ def plan_for(
         hardware = this_machine(stated_host_bytes=stated_bytes, measured=measured)
         host_devices = choices.num_host_devices or current_setup().num_host_devices
         choices = replace(choices, num_host_devices=host_devices)
+    workload = model if isinstance(model, Workload) else Workload.from_config(model)
+    hardware = with_update_flops(
+        hardware,
+        update_flops,
+        num_parameters=workload.num_parameters,
+        optimizer_state_bytes=optimizer_state_bytes,
+    )
     try:
         return plan(
-            model if isinstance(model, Workload) else Workload.from_config(model),
+            workload,
             BatchShape(
                 num_rows=rows_per_step,
                 seq_length=tokens_per_row,

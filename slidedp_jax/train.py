@@ -78,7 +78,7 @@ def train(args: TrainArguments, stop: StopAtSignal) -> int:
 
 
 def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int, stop: StopAtSignal) -> int:
-    from slidedp_jax.run.arguments import WHOLE_PARAMETER_OPTIMIZERS
+    from slidedp_jax.planner.whole_updates import whole_update_note
     from slidedp_jax.run.batch_size import batch_notes, with_batch_size
     from slidedp_jax.run.changes import data_may_change
     from slidedp_jax.run.checks import (
@@ -123,10 +123,8 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int, stop: S
     check_attention(args, inputs)
     check_expert_products(args, inputs.pretrained.config, inputs.source.widths[-1])
     notes += [*setting_notes(inputs, args), *attention_notes(inputs, args), *plan_notes]
-    if args.optim in WHOLE_PARAMETER_OPTIMIZERS:
-        notes.append(
-            f"{args.optim} updates whole matrices on the host; steps take longer than that"
-        )
+    if (note := whole_update_note(args.optim)) is not None:
+        notes.append(note)
     whole = args.dry_run or args.verbose
     if whole:
         print(data_details(inputs))

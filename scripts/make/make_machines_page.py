@@ -54,9 +54,9 @@ def page() -> Iterator[str]:
     yield "Made by `scripts/make/make_machines_page.py`: what `slidedp compare` says of three"
     yield f"models on four GPUs, rows of {SEQ_LENGTH:,} tokens, AdamW, clipped, bf16 compute."
     yield "Only H200 was measured; figures of all other machines are derived from data sheets"
-    yield "(sources below), so expect larger errors. `slidedp compare` takes other counts and prices;"
-    yield "`slidedp measure` measures your own machine. † The host has no room with its usual share:"
-    yield f"planned for one of {ROOMY_GIB:,} GiB."
+    yield "(sources below), so expect larger errors. `slidedp compare` takes other counts and"
+    yield "prices; `slidedp measure` measures your own machine. † The host has no room with its"
+    yield f"usual share: planned for one of {ROOMY_GIB:,} GiB."
     for title, (name, tokens) in MODELS.items():
         yield ""
         yield f"## {title}, {tokens:,} tokens per step"
@@ -216,8 +216,8 @@ def sources() -> Iterator[str]:
     yield "- h200: measured (docs/benchmarks)"
     yield ""
     yield f"Links of PCIe 4: {PCIE4_SOURCE}."
-    yield "Of PCIe 5: as measured beside an H200. Rates of products, attention and memory are the data"
-    yield "sheet's times what was reached of it on an H200."
+    yield "Of PCIe 5: as measured beside an H200. Rates of products, attention and memory are the"
+    yield "data sheet's times what was reached of it on an H200."
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from slidedp_jax.planner.optimizers import OptimizerName
 from slidedp_jax.planner.search import Plan
 from slidedp_jax.planner.stated_machine import Stated, machine
 from slidedp_jax.planner.strategy import Strategy
+from slidedp_jax.planner.whole_updates import update_flops
 from slidedp_jax.pretrained import Pretrained, from_pretrained
 from slidedp_jax.run.arguments import STATED, WHOLE_PARAMETER_OPTIMIZERS, TrainArguments
 from slidedp_jax.run.data_settings import example_settings
@@ -204,6 +205,7 @@ def make_plan(
         resident_state=False if whole or args.freeze else args.resident_state,
         hardware=hardware,
         hardware_profile=args.hardware_profile,
+        update_flops=update_flops(args.optim, _trained_shapes(args, inputs.pretrained.config)),
         strategy=strategy,
     )
 
