@@ -23,6 +23,8 @@
 | `step_lanes.py`, `spikes.py` | what a record says of lanes; steps that stand out |
 | `trackers.py` | TensorBoard and Weights & Biases |
 | `profile.py` | a timeline of some steps |
+| `hardware_profile.py` | what is said and kept of a measured profile that it plans with |
+| `forecast.py` | the plan against what came |
 | `report_data.py`, `report_charts.py`, `report_page.py` | a run as one HTML page |
 | `bar.py`, `step_text.py`, `time_text.py` | the bar of a terminal; a step and times in words |
 | `export.py`, `model_card.py` | Hugging Face folders of the result |
