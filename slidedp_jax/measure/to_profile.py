@@ -176,14 +176,15 @@ class _Figures:
         """Two depths: a layer is two visits, either with an upload in pieces."""
         few, many = dispatch.DEPTHS
         few_s, many_s = (self._one("tiny step", layers=depth).median_s for depth in (few, many))
+        issuing = [self._one("tiny step, issuing", layers=depth) for depth in (few, many)]
         if "upload_call_s" not in known:
             raise _Missing("uploads were not measured")
         count = self._base.num_devices
         call_s = known["upload_call_s"] + count * known["upload_call_per_device_s"]
-        visit_s = max(0.0, many_s - few_s) / (2 * (many - few))
+        visit_s = max(0.0, issuing[1].median_s - issuing[0].median_s) / (2 * (many - few))
         own_s = max(1e-5, visit_s - self._num_host_devices / count * call_s)
-        # Embedding and head are visits as well.
-        end_s = max(0.0, few_s - (2 * few + 2) * visit_s)
+        # Embedding and head are visits as well; here updates and copies count too.
+        end_s = max(0.0, few_s - (2 * few + 2) * (many_s - few_s) / (2 * (many - few)))
         if not self._base.unified_memory:
             end_s = max(end_s, self._base.step_end_s)
         return own_s, end_s
