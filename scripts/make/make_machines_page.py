@@ -176,6 +176,7 @@ def by_hand() -> Iterator[str]:
 
 def purchases() -> Iterator[str]:
     yield "Twice of one thing, everything else as it is; tokens per second, and the gain."
+    yield ""
     for title, (name, tokens) in MODELS.items():
         job = request(name, tokens)
         for preset, count in BY_HAND:
@@ -183,11 +184,9 @@ def purchases() -> Iterator[str]:
             if row.plan is None:
                 continue
             found = upgrades(job, row.hardware, row.plan)[:3]
-            yield ""
-            yield f"- {title}, {count} x {preset}{' †' if roomy else ''} "
-            yield f"({row.tokens_per_s:,.0f} tokens/s): " + "; ".join(
-                upgrade.describe() for upgrade in found
-            )
+            machine = f"{count} x {preset}{' †' if roomy else ''}"
+            texts = "; ".join(upgrade.describe() for upgrade in found)
+            yield f"- {title}, {machine} ({row.tokens_per_s:,.0f} tokens/s): {texts}"
 
 
 def sources() -> Iterator[str]:
