@@ -15,11 +15,10 @@ import pathlib
 import subprocess
 import sys
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
 import bench_plans
 import bench_record
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def main() -> None:
