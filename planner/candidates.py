@@ -135,7 +135,7 @@ def candidates(
                         sizes = {workload.loss_tokens(size, tokens) for size in chosen}
                         for block in blocks:
                             in_blocks = replace(strategy, layer_block_tokens=block)
-                            yield _heads(workload, in_blocks, sizes, num_devices)
+                            yield _heads(workload, in_blocks, sizes, tokens, num_devices)
 
 
 def _chosen(choice: _T | None, options: tuple[_T, ...]) -> tuple[_T, ...]:
@@ -151,20 +151,21 @@ def _layer_blocks(workload: Workload, batch: BatchShape) -> tuple[int, ...]:
 
 
 def _heads(
-    workload: Workload, strategy: Strategy, sizes: Iterable[int], num_devices: int
+    workload: Workload, strategy: Strategy, sizes: Iterable[int], tokens: int, num_devices: int
 ) -> Iterator[Strategy]:
     """Loss chunks from large, which is faster, to small, which is smaller, then two passes.
 
-    Those are the leanest, and faster than one pass in very small loss chunks.
+    Those are the leanest, and faster than one pass in very small loss chunks. One chunk of all of
+    a microbatch's `tokens` is never that: it is summed once.
     """
     ordered = sorted(sizes, reverse=True)
     for size in ordered:
-        if size >= sliced_head.SMALL_LOSS_CHUNK_TOKENS:
+        if size >= sliced_head.SMALL_LOSS_CHUNK_TOKENS or size == tokens:
             yield replace(strategy, loss_chunk_tokens=size)
     largest = replace(strategy, loss_chunk_tokens=ordered[0])
     yield from sliced_head.with_slices(workload, largest, num_devices)
     for size in ordered:
-        if size < sliced_head.SMALL_LOSS_CHUNK_TOKENS:
+        if size < sliced_head.SMALL_LOSS_CHUNK_TOKENS and size != tokens:
             yield replace(strategy, loss_chunk_tokens=size)
 
 
