@@ -256,7 +256,7 @@ def _with_spare_memory(
         ]
     for strategy in tried:
         best = sorted(one.step_s for one in found.values())
-        fast_s = max(NEARLY * best[0], *best[NUM_RUNNERS_UP : NUM_RUNNERS_UP + 1])
+        fast_s = max([NEARLY * best[0], *best[NUM_RUNNERS_UP : NUM_RUNNERS_UP + 1]])
         better = with_state_on_devices(
             job, strategy, keep_activations=keep_activations, fast_s=fast_s
         )
