@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from slidedp_jax.planner.hardware import GIB
@@ -28,6 +28,10 @@ _BUSY = {
     "wait_norm_s": "update thread, waiting for gradients",
     "save_s": "writing checkpoints, all threads",
 }
+
+
+_Row = tuple[str, float, float | None, Callable[[float], str]]
+"""Name, predicted, measured, and how such a figure is written."""
 
 
 def report_page(run: RunData) -> str:
@@ -177,7 +181,7 @@ def _predicted(run: RunData) -> str:
     chosen, planned = run.record["plan"]["chosen"], _planned_bytes(run)
     predicted_s = (run.record.get("predicted") or {}).get("step_s", chosen["time"]["step_s"])
     measured_s = median([record["step_time_s"] for record in steps])
-    rows = [("step, median after the first", predicted_s, measured_s, duration)]
+    rows: list[_Row] = [("step, median after the first", predicted_s, measured_s, duration)]
     peaks = [r["device_peak_gib"] for r in steps if r.get("device_peak_gib") is not None]
     if peaks:
         rows.append(("device memory, peak", planned["device"], max(peaks) * GIB, _gib))
@@ -215,7 +219,7 @@ def _samples(run: RunData) -> str:
 
 def _settings(run: RunData) -> str:
     own = run.record["arguments"]
-    changed, usual = [], []
+    changed, usual = list[list[str]](), list[list[str]]()
     for name, value in own.items():
         field = FIELDS.get(name)
         default: Any = None
