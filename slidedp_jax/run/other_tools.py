@@ -180,7 +180,8 @@ _ANSWERS: _Table = (
         "tokens_per_second, ...), and `slidedp report` draws it",
         "project tracker_project_name log_with use_wandb use_tensorboard use_mlflow use_comet "
         "wandb tensorboard logger log_level log_level_replica metric_logger plot_loss "
-        "with_tracking use_swanlab wandb_* swanlab_* mlflow_* comet_* trackio_* tensorboard_* neptune_*",
+        "with_tracking use_swanlab wandb_* swanlab_* mlflow_* comet_* trackio_* tensorboard_* "
+        "neptune_*",
     ),
     (
         "nothing stops early and no other weights are loaded at the end: `save_best` keeps the "
