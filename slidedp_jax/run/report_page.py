@@ -14,7 +14,7 @@ from slidedp_jax.run.report_data import RunData, curve, median, shares
 from slidedp_jax.run.time_text import clock, duration
 from slidedp_jax.wording import short_count
 
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9")
+_COLOURS = ("#1a84cc", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9")
 """Told apart by all eyes (Okabe and Ito), dark enough for lines."""
 
 _WAITS = {
@@ -256,7 +256,8 @@ def _table_section(title: str, table: str) -> str:
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     top = "".join(f"<th>{html.escape(name)}</th>" for name in head) if any(head) else ""
     body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+        "<tr>" + "".join(f"<td><div>{html.escape(cell)}</div></td>" for cell in row) + "</tr>"
+        for row in rows
     )
     return f"<table>{f'<tr>{top}</tr>' if top else ''}{body}</table>"
 
@@ -292,6 +293,7 @@ def _style() -> str:
         "table{border-collapse:collapse;font-size:.87rem;width:100%}",
         "td,th{text-align:left;vertical-align:top;padding:.2rem .8rem .2rem 0;"
         "border-bottom:1px solid var(--line);overflow-wrap:anywhere;white-space:pre-wrap}",
+        "td div{max-height:9em;overflow:auto}td:not(:last-child){min-width:5.5rem}",
     ]
     for number, colour in enumerate(_COLOURS, start=1):
         rules.append(

@@ -55,7 +55,7 @@ class Page(html.parser.HTMLParser):
     def handle_data(self, data):
         if self.open and self.open[-1] == "h2":
             self.headings.append(data)
-        if self.open and self.open[-1] == "td":
+        if self.open[-2:] == ["td", "div"]:
             self.cells.append(data)
 
 
