@@ -210,11 +210,11 @@ def _bounds(run: RunData) -> str:
 
 def _samples(run: RunData) -> str:
     rows = [
-        [f"{record['step']:,}", sample["prompt"], sample["text"]]
-        for record in run.samples
-        for sample in record["samples"]
+        [f"{sample['step']:,}", str(sample.get("prompt")), str(sample.get("completion"))]
+        for sample in run.samples
     ]
-    return _table_section("Samples", _table(["step", "prompt", "text"], rows)) if rows else ""
+    head = ["step", "prompt", "completion"]
+    return _table_section("Samples", _table(head, rows)) if rows else ""
 
 
 def _settings(run: RunData) -> str:
