@@ -33,12 +33,16 @@ from slidedp_jax.planner.optimizers import (
 )
 from slidedp_jax.planner.report import Completion, limit_as_dict, plan_as_dict, plan_as_text
 from slidedp_jax.planner.search import Plan, plan
+from slidedp_jax.planner.stated_choices import cost_of_choices
 from slidedp_jax.planner.stated_machine import Stated, host_line, machine
 from slidedp_jax.planner.ways_out import fewer_rows, halves, leaner_optimizers
 from slidedp_jax.planner.workload import BatchShape, Workload
 from slidedp_jax.wording import columns_of, counted, say_error, short_count, wrapped
 
 FITS, DOES_NOT_FIT = 0, 1
+
+_ROUTES = ("weight_route", "gradient_route")
+_PERMISSIONS = ("keep_activations", "resident_state")
 
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m planner") -> int:
@@ -54,11 +58,12 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m plann
         found = request.plan()
     except PlanError as error:
         return _does_not_fit(request, error)
+    slower = cost_of_choices(found, request.stated_choices, lambda: request.plan(free=True))
     if args.json:
-        result = plan_as_dict(found, completion, disk=disk)
+        result = plan_as_dict(found, completion, disk=disk, more_notes=slower)
         print(json.dumps({"fits": True, "assumed": request.assumed, **result}, indent=2))
         return FITS
-    text = plan_as_text(found, completion, disk=disk, assumed=request.assumed)
+    text = plan_as_text(found, completion, disk=disk, assumed=request.assumed, more_notes=slower)
     print(wrapped(text, columns_of(sys.stdout)))
     if frozen := len(request.config.parameter_shapes()) - len(request.trained):
         trained = sum(map(math.prod, request.trained.values()))
@@ -100,8 +105,20 @@ class _Request:
     assumed: list[str]
     optimizer: OptimizerName | None
 
-    def plan(self, *, optimizer: OptimizerName | None = None, num_rows: int | None = None) -> Plan:
-        """The plan, or that with another optimizer or other rows.
+    @property
+    def stated_choices(self) -> dict[str, object]:
+        """What has been decided of the strategy, by flag."""
+        names = (*_ROUTES, *COUNTS, *_PERMISSIONS)
+        return {f"--{name}": getattr(self.args, name) for name in names}
+
+    def plan(
+        self,
+        *,
+        optimizer: OptimizerName | None = None,
+        num_rows: int | None = None,
+        free: bool = False,
+    ) -> Plan:
+        """The plan, or that with another optimizer or other rows, or `free` of what was decided.
 
         Raises:
           PlanError: nothing fits.
@@ -119,12 +136,11 @@ class _Request:
             device_budget_bytes=_gib(args.device_memory_budget_gib),
             host_budget_bytes=_gib(args.host_memory_budget_gib),
             choices=Choices(
-                weight_route=args.weight_route,
-                gradient_route=args.gradient_route,
-                **{name: getattr(args, name) for name in COUNTS},
+                **{name: None if free else getattr(args, name) for name in (*_ROUTES, *COUNTS)}
             ),
-            keep_activations=args.keep_activations,
-            resident_state=False if in_part else args.resident_state,  # as in training
+            keep_activations=None if free else args.keep_activations,
+            # As in training.
+            resident_state=False if in_part else None if free else args.resident_state,
         )
 
     def state_bytes(self, optimizer: OptimizerName | None) -> float:

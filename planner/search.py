@@ -131,7 +131,7 @@ def plan(
       keep_activations: instead of recomputing, keep weights and intermediate results of as many
         layer chunks as fit; None: on devices with memory of their own.
       resident_state: let the training state of the lowest chunks stay on the devices where that
-        makes a step faster, or is needed for the rest to fit the host; the devices then sum the
+        makes a step faster, or is needed for the rest to fit the host, if the devices sum the
         gradients. None: on devices with memory of their own.
       strategy: what has been decided, for example by an earlier run: it is costed, nothing else is
         tried, and `choices` and the policies above are not looked at.
@@ -151,8 +151,6 @@ def plan(
     if strategy is not None:
         return _decided(job, strategy)
     check_request(job, choices, update_policy, compute_dtype, resident_state or False)
-    if resident_state:  # the devices update it from gradients that they sum
-        choices = replace(choices, gradient_route="reduce_scatter")
     families = candidates(
         workload,
         batch,
