@@ -25,6 +25,7 @@ from slidedp_jax.planner.errors import PlanError
 from slidedp_jax.planner.hardware import GIB, HardwareProfile
 from slidedp_jax.planner.host_memory import available_host_memory
 from slidedp_jax.planner.model_names import preset_of
+from slidedp_jax.planner.nearest_fits import MemoryFlags, larger_memories, more_devices
 from slidedp_jax.planner.optimizers import (
     AVERAGE_BYTES,
     WHOLE_PARAMETER_OPTIMIZERS,
@@ -35,7 +36,7 @@ from slidedp_jax.planner.report import Completion, limit_as_dict, plan_as_dict, 
 from slidedp_jax.planner.search import Plan, plan
 from slidedp_jax.planner.stated_choices import cost_of_choices
 from slidedp_jax.planner.stated_machine import Stated, host_line, machine
-from slidedp_jax.planner.ways_out import fewer_rows, halves, leaner_optimizers
+from slidedp_jax.planner.ways_out import fewer_rows, halves, leaner_optimizers, shorter_rows
 from slidedp_jax.planner.workload import BatchShape, Workload
 from slidedp_jax.wording import columns_of, counted, say_error, short_count, wrapped
 
@@ -93,7 +94,7 @@ class _Request:
       name: of the model, for reports; None: by its type and size.
       trained: shapes of the parameters that are not frozen.
       hardware: the machine.
-      assumed: attributes of the machine that nobody has stated.
+      stated: what has been stated of it.
       optimizer: by name; None where the bytes of its state are given instead.
     """
 
@@ -102,8 +103,13 @@ class _Request:
     name: str | None
     trained: Mapping[str, tuple[int, ...]]
     hardware: HardwareProfile
-    assumed: list[str]
+    stated: Stated
     optimizer: OptimizerName | None
+
+    @property
+    def assumed(self) -> list[str]:
+        """Attributes of the machine that nobody has stated."""
+        return [name for name in Stated.__dataclass_fields__ if name not in self.stated.names]
 
     @property
     def stated_choices(self) -> dict[str, object]:
@@ -115,10 +121,9 @@ class _Request:
         self,
         *,
         optimizer: OptimizerName | None = None,
-        num_rows: int | None = None,
         free: bool = False,
     ) -> Plan:
-        """The plan, or that with another optimizer or other rows, or `free` of what was decided.
+        """The plan, or that with another optimizer, or `free` of what was decided.
 
         Raises:
           PlanError: nothing fits.
@@ -128,7 +133,7 @@ class _Request:
         in_part = optimizer in WHOLE_PARAMETER_OPTIMIZERS or bool(args.freeze)
         return plan(
             Workload.from_config(self.config, name=self.name),
-            _batch(num_rows, args.tokens_per_step, args.seq_length, args.document_length),
+            _batch(args.tokens_per_step, args.seq_length, args.document_length),
             self.hardware,
             update_policy="deferred" if args.max_grad_norm else "eager",
             compute_dtype=args.compute_dtype,
@@ -187,7 +192,7 @@ def _request(args: argparse.Namespace) -> _Request:
     ):
         if reason and args.resident_state:
             raise ValueError(f"--resident_state is not for {reason}; drop one of them.")
-    _batch(None, args.tokens_per_step, args.seq_length, args.document_length)
+    _batch(args.tokens_per_step, args.seq_length, args.document_length)
     config, name = _model(args.model_name_or_path, args.preset)
     shapes = config.parameter_shapes()
     frozen = frozen_names(shapes, args.freeze)
@@ -198,23 +203,49 @@ def _request(args: argparse.Namespace) -> _Request:
         name=name,
         trained={name: shape for name, shape in shapes.items() if name not in frozen},
         hardware=machine(args.hardware, args.num_devices, stated),
-        assumed=[name for name in Stated.__dataclass_fields__ if name not in stated.names],
+        stated=stated,
         optimizer=optimizer,
     )
 
 
-def _does_not_fit(request: _Request, error: PlanError) -> int:
-    """Say what does not fit, and what would."""
-    args, limits = request.args, {limit.name for limit in error.limits}
-    ways: list[str] = []
-    if "host memory" in limits and request.optimizer is not None:
+def _ways_out(request: _Request, error: PlanError) -> list[str]:
+    """What would fit, each tried; none where the request itself is wrong."""
+    args, refused, ways = request.args, error.request, list[str]()
+    if refused is None:
+        return []
+    if request.optimizer is not None and "host memory" in {limit.name for limit in error.limits}:
         ways += leaner_optimizers(request.optimizer, lambda name: request.plan(optimizer=name))
+    num_rows = args.tokens_per_step // args.seq_length
     steps = [
         (rows, f"--tokens_per_step {rows * args.seq_length}")
-        for rows in halves(args.tokens_per_step // args.seq_length, args.num_devices)
+        for rows in halves(num_rows, args.num_devices)
     ]
-    if limits:
-        ways += fewer_rows(steps, args.seq_length, lambda rows: request.plan(num_rows=rows))
+    ways += fewer_rows(refused, steps)
+    ways += shorter_rows(refused, lambda length: _shorter_flags(args, num_rows, length))
+    flags = MemoryFlags(
+        host="--host_memory_gib",
+        device="--device_memory_gib",
+        host_budget="--host_memory_budget_gib",
+        device_budget="--device_memory_budget_gib",
+    )
+    ways += larger_memories(refused, error.limits, flags)
+    if args.device_memory_budget_gib is None and args.host_memory_budget_gib is None:
+        ways += more_devices(
+            refused, lambda n: machine(args.hardware, n, request.stated), "--num_devices"
+        )
+    return ways
+
+
+def _shorter_flags(args: argparse.Namespace, num_rows: int, length: int) -> str:
+    flags = f"--seq_length {length} --tokens_per_step {num_rows * length}"
+    if args.document_length is not None and args.document_length > length:
+        flags += f" --document_length {length}"
+    return flags
+
+
+def _does_not_fit(request: _Request, error: PlanError) -> int:
+    """Say what does not fit, and what would."""
+    args, ways = request.args, _ways_out(request, error)
     line = host_line(request.hardware, request.assumed)
     if args.json:
         found = {
@@ -259,9 +290,7 @@ def _model(name_or_path: str | None, preset: str | None) -> tuple[ModelConfig, s
     return named_config(name), name
 
 
-def _batch(
-    num_rows: int | None, tokens_per_step: int, seq_length: int, document_length: int | None
-) -> BatchShape:
+def _batch(tokens_per_step: int, seq_length: int, document_length: int | None) -> BatchShape:
     if seq_length < 1 or tokens_per_step < 1 or tokens_per_step % seq_length:
         raise ValueError(
             f"--tokens_per_step is {tokens_per_step}; it must be a multiple of --seq_length "
@@ -277,7 +306,7 @@ def _batch(
         full, rest = divmod(seq_length, document_length)
         documents = (document_length,) * full + ((rest,) if rest else ())
     return BatchShape(
-        num_rows=num_rows or tokens_per_step // seq_length,
+        num_rows=tokens_per_step // seq_length,
         seq_length=seq_length,
         document_lengths=documents,
         documents_per_row=None if documents is None else len(documents),

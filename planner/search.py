@@ -13,8 +13,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
-from slidedp_jax.planner.candidates import Choices, candidates
+from slidedp_jax.planner.candidates import Choices
 from slidedp_jax.planner.errors import PlanError
 from slidedp_jax.planner.fitting import sort_by_fit
 from slidedp_jax.planner.hardware import ComputeDtype, HardwareProfile, size_text
@@ -22,13 +23,16 @@ from slidedp_jax.planner.host_boundaries import boundary_bytes, with_more_on_hos
 from slidedp_jax.planner.job import Alternative, Job, Timed
 from slidedp_jax.planner.limits import Limit
 from slidedp_jax.planner.memory import MemoryUse
-from slidedp_jax.planner.refusal import limits_of_leanest, nothing_fits
+from slidedp_jax.planner.refusal import refusal
+from slidedp_jax.planner.request import Request
 from slidedp_jax.planner.request_check import check_request
 from slidedp_jax.planner.spare_memory import with_state_on_devices
 from slidedp_jax.planner.strategy import Strategy, UpdatePolicy
 from slidedp_jax.planner.training_state import ADAMW_STATE_BYTES
 from slidedp_jax.planner.workload import BatchShape, Workload
 from slidedp_jax.wording import counted
+
+_T = TypeVar("_T")
 
 NUM_RUNNERS_UP = 3
 NUM_REJECTED = 4
@@ -151,28 +155,34 @@ def plan(
     if strategy is not None:
         return _decided(job, strategy)
     check_request(job, choices, update_policy, compute_dtype, resident_state or False)
-    families = candidates(
-        workload,
-        batch,
-        hardware,
-        choices,
+    request = Request(
+        job=job,
+        choices=choices,
         update_policy=update_policy,
         compute_dtype=compute_dtype,
+        keep_activations=_or(keep_activations, not hardware.unified_memory),
+        resident_state=_or(resident_state, not hardware.unified_memory),
     )
-    if keep_activations is None:
-        keep_activations = not hardware.unified_memory
-    if resident_state is None:
-        resident_state = not hardware.unified_memory
-    fitting, misfits = sort_by_fit(job, families, keep_activations, resident_state)
-    if not fitting:
-        tried = [job.memory(strategy) for family in misfits for strategy in family]
-        limits = limits_of_leanest(job, tried)
-        raise PlanError(nothing_fits(job, limits, len(tried), choices), limits)
+    return fastest(request)
+
+
+def fastest(request: Request) -> Plan:
+    """The plan with the shortest predicted step.
+
+    Raises:
+      PlanError: nothing fits.
+    """
+    job, choices = request.job, request.choices
+    if (leanest := request.leanest_misfits()) is not None:
+        raise refusal(request, leanest)
+    fitting, misfits = sort_by_fit(
+        job, request.families(), request.keep_activations, request.resident_state
+    )
     ranked = _simulate_best(job, fitting)
-    if resident_state:
-        free = choices.loss_chunk_tokens is None and workload.own_loss_tokens is None
+    if request.resident_state:
+        free = choices.loss_chunk_tokens is None and job.workload.own_loss_tokens is None
         roomier = SMALL_LOSS_CHUNK_TOKENS if free else None
-        ranked = _with_spare_memory(job, ranked, fitting, keep_activations, roomier)
+        ranked = _with_spare_memory(job, ranked, fitting, request.keep_activations, roomier)
     shown = [job.alternative(one.strategy) for one in ranked[: 1 + NUM_RUNNERS_UP]]
     return _as_plan(job, shown, [family[0] for family in misfits if family])
 
@@ -254,7 +264,7 @@ def _with_spare_memory(
         ]
     for strategy in tried:
         best = sorted(one.step_s for one in found.values())
-        fast_s = max(NEARLY * best[0], *best[NUM_RUNNERS_UP : NUM_RUNNERS_UP + 1])
+        fast_s = max([NEARLY * best[0], *best[NUM_RUNNERS_UP : NUM_RUNNERS_UP + 1]])
         better = with_state_on_devices(
             job, strategy, keep_activations=keep_activations, fast_s=fast_s
         )
@@ -280,7 +290,7 @@ def _share_of_logits(memory: MemoryUse) -> float:
     return memory.device.get("logits", 0.0) / memory.device_bytes
 
 
-def _or(value: float | None, default: float) -> float:
+def _or(value: _T | None, default: _T) -> _T:
     return default if value is None else value
 
 
