@@ -46,10 +46,12 @@ class Seen:
     Attributes:
       device_bytes: what they take of each device.
       host_bytes: what they take of the host.
+      step_s: how long their steps take.
     """
 
     device_bytes: dict[Strategy, float] = field(default_factory=dict)
     host_bytes: dict[Strategy, float] = field(default_factory=dict)
+    step_s: dict[Strategy, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +121,10 @@ class Job:
 
     def timed(self, strategy: Strategy) -> Timed:
         """The strategy with the time of its step; cheaper than `alternative`."""
-        return Timed(strategy=strategy, step_s=self._predicted(step_s, strategy))
+        seen = self.seen.step_s
+        if strategy not in seen:
+            seen[strategy] = self._predicted(step_s, strategy)
+        return Timed(strategy=strategy, step_s=seen[strategy])
 
     def alternative(self, strategy: Strategy) -> Alternative:
         """The strategy with its prediction."""
