@@ -167,7 +167,8 @@ def choices_note(
       plan: as they say.
     """
     names = (*_CHOICES, *_PERMISSIONS)
-    free = replace(args, **dict.fromkeys(names))
+    undecided: dict[str, Any] = dict.fromkeys(names)
+    free = replace(args, **undecided)
 
     def without() -> Plan:
         try:
