@@ -43,8 +43,8 @@ NEARLY = 1.01
 AS_GOOD = 1.005
 """The same where that reason is host memory, which costs nothing if it is there."""
 
-SMALL_LOSS_CHUNK_TOKENS, LARGE_LOGITS = 1024, 0.1
-"""A loss chunk that is small, and from which share of a device's memory on logits are large."""
+SMALL_LOSS_CHUNKS_TOKENS, LARGE_LOGITS = (1024, 256), 0.1
+"""Loss chunks that are small, and from which share of a device's memory on logits are large."""
 
 TOLERATED = 1.05
 """What a strategy that has run before may need of what is free now: that differs from start to
@@ -181,7 +181,7 @@ def fastest(request: Request) -> Plan:
     ranked = _simulate_best(job, fitting)
     if request.resident_state:
         free = choices.loss_chunk_tokens is None and job.workload.own_loss_tokens is None
-        roomier = SMALL_LOSS_CHUNK_TOKENS if free else None
+        roomier = SMALL_LOSS_CHUNKS_TOKENS if free else ()
         ranked = _with_spare_memory(job, ranked, fitting, request.keep_activations, roomier)
     shown = [job.alternative(one.strategy) for one in ranked[: 1 + NUM_RUNNERS_UP]]
     return _as_plan(job, shown, [family[0] for family in misfits if family])
@@ -234,13 +234,13 @@ def _with_spare_memory(
     ranked: list[Timed],
     fitting: list[tuple[float, Strategy]],
     keep_activations: bool,
-    loss_chunk_tokens: int | None,
+    loss_chunks_tokens: Iterable[int],
 ) -> list[Timed]:
     """With the best that state on the devices makes of one strategy of each kind, fastest first.
 
     How fast a strategy is with all state on the host says little about that. So for each chunk size
     and weight route, whose copies it spares, the one with the lowest bound is tried; where logits
-    take much of the memory, also with `loss_chunk_tokens`, which leaves more for state.
+    take much of the memory, also with `loss_chunks_tokens`, which leave more for state.
     """
     kinds: dict[object, Strategy] = {}
     for _, strategy in fitting:
@@ -255,13 +255,14 @@ def _with_spare_memory(
     bases += sorted(tried, key=lambda strategy: strategy.layers_per_chunk)[:1]
     for strategy in dict.fromkeys(bases):
         tried += with_more_on_host(job, strategy)
-    if loss_chunk_tokens is not None:
+    for loss_chunk_tokens in loss_chunks_tokens:
         tried += [
             replace(strategy, loss_chunk_tokens=loss_chunk_tokens)
             for strategy in tried
             if strategy.loss_chunk_tokens > loss_chunk_tokens
             and _share_of_logits(job.memory(strategy)) > LARGE_LOGITS
         ]
+    tried = list(dict.fromkeys(tried))
     for strategy in tried:
         best = sorted(one.step_s for one in found.values())
         fast_s = max([NEARLY * best[0], *best[NUM_RUNNERS_UP : NUM_RUNNERS_UP + 1]])
