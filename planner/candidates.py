@@ -173,17 +173,13 @@ def neighbours(
             yield replace(base, rows_per_microbatch=other, num_microbatches=in_all)
     for depth in _chosen(choices.prefetch_depth, PREFETCH_DEPTHS):
         yield replace(strategy, prefetch_depth=depth)
-    sizes = _chunk_sizes(len(workload.layers), choices.layers_per_chunk)
-    at = sizes.index(strategy.layers_per_chunk)
-    for size in sizes[max(0, at - 1) : at + 2]:
-        yield replace(strategy, layers_per_chunk=size)
     if num_devices > 1:
         for route in _chosen(choices.weight_route, WEIGHT_ROUTES):
             yield replace(strategy, weight_route=route)
     if strategy.vocab_slices > 1:
         yield replace(strategy, vocab_slices=1, slice_head_weights=False)
     if not own_loss:
-        for tokens in _chosen(choices.loss_chunk_tokens, LOSS_CHUNKS_TOKENS):
+        for tokens in _chosen(choices.loss_chunk_tokens, LOSS_CHUNKS_TOKENS[::2]):
             if tokens < strategy.rows_per_microbatch * batch.seq_length:
                 yield replace(strategy, loss_chunk_tokens=tokens)
 

@@ -21,6 +21,7 @@ from slidedp_jax.planner.fitting import sort_by_fit
 from slidedp_jax.planner.hardware import ComputeDtype, HardwareProfile, size_text
 from slidedp_jax.planner.host_boundaries import (
     boundary_bytes,
+    with_all_on_host,
     with_host_boundaries,
     with_more_on_host,
 )
@@ -54,7 +55,7 @@ TOLERATED = 1.05
 """What a strategy that has run before may need of what is free now: that differs from start to
 start. Beyond, something else has taken it."""
 
-NUM_ROUNDS = 3
+NUM_ROUNDS = 2
 """How often neighbours of the best are tried; seldom more than once are any better."""
 
 NUM_REFINED = 2
@@ -296,7 +297,14 @@ def _with_spare_memory(request: Request, ranked: list[Timed], bases: list[Strate
                 job.workload, job.batch, replace(best, kept_chunks=0, attention_chunks=0), 0
             ),
         )
-        new = [strategy for strategy in near if strategy not in seen]
+        on_devices = list(near)
+        on_host = [
+            with_all_on_host(job, strategy)
+            for strategy in on_devices
+            if strategy.weight_route == best.weight_route
+            and strategy.rows_per_microbatch == best.rows_per_microbatch
+        ]
+        new = [one for one in dict.fromkeys(on_devices + on_host) if one not in seen]
         seen.update(new)
         improve(new)
         if min(found.values(), key=lambda one: one.step_s).strategy == best:
