@@ -27,6 +27,9 @@ LOSS_CHUNKS_TOKENS = (4096, 2048, 1024, 512, 256)
 """Tried from the largest: larger ones sum the projection's gradient fewer times. Beyond 4096 tokens
 that is below 0.3 % of a step, for gigabytes of logits."""
 
+LEAN_LOSS_TOKENS = 1024
+"""Of a loss chunk that takes little memory and hardly any time."""
+
 LAYER_BLOCK_TOKENS, LONG_ROW_TOKENS = 8192, 32768
 """Tokens for which a layer computes at a time, and of rows for which that is tried: products of
 8192 tokens are as fast as any, and shorter rows fit without."""
@@ -135,7 +138,50 @@ def candidates(
                         sizes = {workload.loss_tokens(size, tokens) for size in chosen}
                         for block in blocks:
                             in_blocks = replace(strategy, layer_block_tokens=block)
-                            yield _heads(workload, in_blocks, sizes, tokens, num_devices)
+                            yield _heads(workload, in_blocks, sizes, num_devices)
+
+
+def neighbours(
+    workload: Workload,
+    batch: BatchShape,
+    num_devices: int,
+    choices: Choices,
+    strategy: Strategy,
+) -> Iterator[Strategy]:
+    """Strategies that differ in one respect, as far as it has not been decided; and leaner ones.
+
+    Args:
+      workload: the model.
+      batch: rows of a step over all devices.
+      num_devices: of the host.
+      choices: what is decided already.
+      strategy: whose neighbours they are.
+    """
+    per_device = -(-batch.num_rows // num_devices)
+    rows = _microbatch_rows(per_device, choices.rows_per_microbatch)
+    at = rows.index(strategy.rows_per_microbatch)
+    tokens = choices.loss_chunk_tokens or min(LEAN_LOSS_TOKENS, strategy.loss_chunk_tokens)
+    own_loss = workload.own_loss_tokens is not None
+    lean = replace(
+        strategy,
+        prefetch_depth=choices.prefetch_depth or min(PREFETCH_DEPTHS),
+        loss_chunk_tokens=strategy.loss_chunk_tokens if own_loss else tokens,
+    )
+    for base in (strategy, lean):
+        for other in rows[max(0, at - 1) : at + 2]:
+            in_all = -(-per_device // other)
+            yield replace(base, rows_per_microbatch=other, num_microbatches=in_all)
+    for depth in _chosen(choices.prefetch_depth, PREFETCH_DEPTHS):
+        yield replace(strategy, prefetch_depth=depth)
+    if num_devices > 1:
+        for route in _chosen(choices.weight_route, WEIGHT_ROUTES):
+            yield replace(strategy, weight_route=route)
+    if strategy.vocab_slices > 1:
+        yield replace(strategy, vocab_slices=1, slice_head_weights=False)
+    if not own_loss:
+        for tokens in _chosen(choices.loss_chunk_tokens, LOSS_CHUNKS_TOKENS[::2]):
+            if tokens < strategy.rows_per_microbatch * batch.seq_length:
+                yield replace(strategy, loss_chunk_tokens=tokens)
 
 
 def _chosen(choice: _T | None, options: tuple[_T, ...]) -> tuple[_T, ...]:
@@ -151,21 +197,21 @@ def _layer_blocks(workload: Workload, batch: BatchShape) -> tuple[int, ...]:
 
 
 def _heads(
-    workload: Workload, strategy: Strategy, sizes: Iterable[int], tokens: int, num_devices: int
+    workload: Workload, strategy: Strategy, sizes: Iterable[int], num_devices: int
 ) -> Iterator[Strategy]:
     """Loss chunks from large, which is faster, to small, which is smaller, then two passes.
 
-    Those are the leanest, and faster than one pass in very small loss chunks. One chunk of all of
-    a microbatch's `tokens` is never that: it is summed once.
+    Those are the leanest, and faster than one pass in very small loss chunks.
     """
     ordered = sorted(sizes, reverse=True)
+    least = min(sliced_head.SMALL_LOSS_CHUNK_TOKENS, ordered[0])  # all of a few tokens is one chunk
     for size in ordered:
-        if size >= sliced_head.SMALL_LOSS_CHUNK_TOKENS or size == tokens:
+        if size >= least:
             yield replace(strategy, loss_chunk_tokens=size)
     largest = replace(strategy, loss_chunk_tokens=ordered[0])
     yield from sliced_head.with_slices(workload, largest, num_devices)
     for size in ordered:
-        if size < sliced_head.SMALL_LOSS_CHUNK_TOKENS and size != tokens:
+        if size < least:
             yield replace(strategy, loss_chunk_tokens=size)
 
 

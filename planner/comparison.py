@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from slidedp_jax.command_parser import WRONG_COMMAND, CommandParser
+from slidedp_jax.planner.asked_job import AskedJob, asked_job
 from slidedp_jax.planner.command_line import COUNTS, add_job
 from slidedp_jax.planner.errors import PlanError
 from slidedp_jax.planner.hardware import GIB, HardwareProfile, size_text
 from slidedp_jax.planner.limits import Limit
 from slidedp_jax.planner.machine_profile import named_profile
 from slidedp_jax.planner.presets import PRESETS
-from slidedp_jax.planner.request import Request, request_of
 from slidedp_jax.planner.search import Plan
 from slidedp_jax.planner.stated_machine import Stated, machine
 from slidedp_jax.planner.step_time import StepTime
@@ -77,7 +77,7 @@ class Row:
 
 
 def compared(
-    request: Request,
+    request: AskedJob,
     machines: Sequence[HardwareProfile],
     prices: Mapping[str, float] | None = None,
 ) -> list[Row]:
@@ -133,7 +133,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "slidedp compare
     """Runs the command; returns its exit code."""
     args = _parser(prog).parse_whole(sys.argv[1:] if arguments is None else list(arguments))
     try:
-        request = request_of(args)
+        request = asked_job(args)
         prices = _prices(args.prices)
         machines = _machines(args, prices)
     except (ValueError, FileNotFoundError) as error:
@@ -249,7 +249,7 @@ def named(hardware: HardwareProfile) -> str:
     return f"{hardware.num_devices} x {hardware.name}{mark}"
 
 
-def _heading(request: Request) -> list[str]:
+def _heading(request: AskedJob) -> list[str]:
     args = request.args
     job = f"{args.tokens_per_step:,} tokens per step in rows of {args.seq_length:,}"
     trained = f", {short_count(request.num_trained)} trained" if args.freeze else ""

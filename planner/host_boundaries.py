@@ -38,6 +38,14 @@ def with_host_boundaries(
     return replace(strategy, host_boundaries=count, host_boundary_bytes=size)
 
 
+def with_all_on_host(job: Job, strategy: Strategy) -> Strategy:
+    """The strategy with all inputs in host memory, where that is another than the devices'."""
+    if job.hardware.unified_memory:
+        return strategy
+    count = -(-len(job.workload.layers) // strategy.layers_per_chunk)
+    return with_host_boundaries(job.workload, job.batch, strategy, count)
+
+
 def fewest_on_host(job: Job, strategy: Strategy) -> Strategy | None:
     """The strategy with as few inputs on the host as make it fit the devices.
 

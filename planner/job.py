@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from slidedp_jax.planner.durations import chunk_durations
@@ -41,6 +40,21 @@ class Timed:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What was asked of strategies before: searches come by the same ones, under other budgets too.
+
+    Attributes:
+      device_bytes: what they take of each device.
+      host_bytes: what they take of the host.
+      step_s: how long their steps take.
+    """
+
+    device_bytes: dict[Strategy, float] = field(default_factory=dict)
+    host_bytes: dict[Strategy, float] = field(default_factory=dict)
+    step_s: dict[Strategy, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """A model, a batch and a machine with budgets.
 
@@ -51,6 +65,7 @@ class Job:
       optimizer_state_bytes: optimizer state per parameter in bytes.
       device_budget_bytes: what each device is allowed.
       host_budget_bytes: what the host is allowed.
+      seen: answers for the same model, batch and machine.
     """
 
     workload: Workload
@@ -59,6 +74,7 @@ class Job:
     optimizer_state_bytes: float
     device_budget_bytes: float
     host_budget_bytes: float
+    seen: Seen = field(default_factory=Seen, repr=False, compare=False)
 
     def memory(self, strategy: Strategy) -> MemoryUse:
         """What the strategy takes."""
@@ -66,15 +82,10 @@ class Job:
 
     def device_bytes(self, strategy: Strategy) -> float:
         """What the strategy takes of each device; cheaper than `memory`."""
-        found = self._device_bytes.get(strategy)
-        if found is None:
-            found = self._device_bytes[strategy] = self._predicted(device_bytes, strategy)
-        return found
-
-    @cached_property
-    def _device_bytes(self) -> dict[Strategy, float]:
-        """What was asked before: searches come by the same strategies."""
-        return {}
+        seen = self.seen.device_bytes
+        if strategy not in seen:
+            seen[strategy] = self._predicted(device_bytes, strategy)
+        return seen[strategy]
 
     def fits_devices(self, strategy: Strategy) -> bool:
         """Whether each device has room for the strategy."""
@@ -82,7 +93,10 @@ class Job:
 
     def host_bytes(self, strategy: Strategy) -> float:
         """What the strategy takes of the host; cheaper than `memory`."""
-        return self._predicted(host_bytes, strategy)
+        seen = self.seen.host_bytes
+        if strategy not in seen:
+            seen[strategy] = self._predicted(host_bytes, strategy)
+        return seen[strategy]
 
     def fits_host(self, strategy: Strategy) -> bool:
         """Whether the host has room for the strategy."""
@@ -107,7 +121,10 @@ class Job:
 
     def timed(self, strategy: Strategy) -> Timed:
         """The strategy with the time of its step; cheaper than `alternative`."""
-        return Timed(strategy=strategy, step_s=self._predicted(step_s, strategy))
+        seen = self.seen.step_s
+        if strategy not in seen:
+            seen[strategy] = self._predicted(step_s, strategy)
+        return Timed(strategy=strategy, step_s=seen[strategy])
 
     def alternative(self, strategy: Strategy) -> Alternative:
         """The strategy with its prediction."""

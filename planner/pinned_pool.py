@@ -11,6 +11,7 @@ of ascending powers of two that add up to the need; all are freed, and the regio
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -53,10 +54,12 @@ def _fit(regions: Sequence[int], requests: Sequence[float]) -> bool:
     """Whether best fit finds a place for every request."""
     room = [float(region) for region in regions]
     for request in requests:
-        places = [index for index, free in enumerate(room) if free >= request]
-        if not places:
+        best, smallest = -1, math.inf
+        for index, free in enumerate(room):
+            if request <= free < smallest:
+                best, smallest = index, free
+        if best < 0:
             return False
-        best = min(places, key=lambda index: room[index])
-        left = room[best] - request
+        left = smallest - request
         room[best] = left if left >= min(request, _SPLIT_FROM_BYTES) else 0.0
     return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from slidedp_jax.planner.hardware import ASSUMED_GROUPED_MATMUL_SHARE, GIB, size
 from slidedp_jax.planner.job import Alternative
 from slidedp_jax.planner.limits import Limit
 from slidedp_jax.planner.search import Plan, Rejected
+from slidedp_jax.planner.stated_choices import difference, why_not
 from slidedp_jax.planner.stated_machine import host_line
 from slidedp_jax.planner.step_time import StepTime
 from slidedp_jax.planner.timeline import LANES
@@ -44,7 +45,11 @@ class Completion:
 
 
 def plan_as_dict(
-    plan: Plan, completion: Completion | None = None, *, disk: DiskUse | None = None
+    plan: Plan,
+    completion: Completion | None = None,
+    *,
+    disk: DiskUse | None = None,
+    more_notes: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Everything in a plan as dicts, lists, numbers and strings; SI units, named in the keys."""
     job = plan.job
@@ -61,9 +66,12 @@ def plan_as_dict(
         "device_budget_bytes": job.device_budget_bytes,
         "host_budget_bytes": job.host_budget_bytes,
         "chosen": _alternative_as_dict(plan.chosen),
-        "runners_up": [_alternative_as_dict(other) for other in plan.runners_up],
+        "runners_up": [
+            _alternative_as_dict(other) | {"why_not": why_not(other, plan.chosen)}
+            for other in plan.runners_up
+        ],
         "rejected": [_rejected_as_dict(other) for other in plan.rejected],
-        "notes": notes(plan),
+        "notes": [*notes(plan), *more_notes],
     }
     if disk is not None:
         result["disk"] = asdict(disk) | {"total_bytes": disk.total_bytes}
@@ -110,6 +118,7 @@ def plan_as_text(
     *,
     disk: DiskUse | None = None,
     assumed: Collection[str] = (),
+    more_notes: Sequence[str] = (),
 ) -> str:
     """A page for the terminal; no trailing newline.
 
@@ -118,6 +127,7 @@ def plan_as_text(
       completion: the whole job, for hours and cost.
       disk: the room that the run takes there.
       assumed: what nobody has stated of the machine (attributes of `stated_machine.Stated`).
+      more_notes: beside those of the plan itself.
     """
     sections = [
         _heading(plan, assumed),
@@ -125,7 +135,7 @@ def plan_as_text(
         _memory_lines(plan, disk),
         _time_lines(plan.chosen.time),
         _other_lines(plan),
-        [f"note: {note}" for note in notes(plan)],
+        [f"note: {note}" for note in [*notes(plan), *more_notes]],
     ]
     if completion is not None:
         cost = completion.cost(plan)
@@ -251,7 +261,7 @@ def _other_lines(plan: Plan) -> list[str]:
         lines.append("next best")
         lines += [
             f"  {other.time.step_s:.3f} s, device {size_text(other.memory.device_bytes)}: "
-            f"{_difference(other, plan.chosen)}"
+            f"{difference(other, plan.chosen)}{_reason(other, plan.chosen)}"
             for other in plan.runners_up
         ]
     if plan.rejected:
@@ -263,9 +273,9 @@ def _other_lines(plan: Plan) -> list[str]:
     return lines
 
 
-def _difference(other: Alternative, chosen: Alternative) -> str:
-    ours, theirs = asdict(chosen.strategy), asdict(other.strategy)
-    return ", ".join(f"{name} {value}" for name, value in theirs.items() if value != ours[name])
+def _reason(other: Alternative, chosen: Alternative) -> str:
+    reason = why_not(other, chosen)
+    return "" if reason is None else f" ({reason})"
 
 
 def _short(rejected: Rejected) -> str:

@@ -13,22 +13,31 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
-from slidedp_jax.planner.candidates import Choices, candidates
+from slidedp_jax.planner.candidates import Choices, neighbours
 from slidedp_jax.planner.errors import PlanError
 from slidedp_jax.planner.fitting import sort_by_fit
 from slidedp_jax.planner.hardware import ComputeDtype, HardwareProfile, size_text
-from slidedp_jax.planner.host_boundaries import boundary_bytes, with_more_on_host
+from slidedp_jax.planner.host_boundaries import (
+    boundary_bytes,
+    with_all_on_host,
+    with_host_boundaries,
+    with_more_on_host,
+)
 from slidedp_jax.planner.job import Alternative, Job, Timed
 from slidedp_jax.planner.limits import Limit
 from slidedp_jax.planner.memory import MemoryUse
-from slidedp_jax.planner.refusal import limits_of_leanest, nothing_fits
+from slidedp_jax.planner.refusal import refusal
+from slidedp_jax.planner.request import Request
 from slidedp_jax.planner.request_check import check_request
 from slidedp_jax.planner.spare_memory import with_state_on_devices
 from slidedp_jax.planner.strategy import Strategy, UpdatePolicy
 from slidedp_jax.planner.training_state import ADAMW_STATE_BYTES
 from slidedp_jax.planner.workload import BatchShape, Workload
 from slidedp_jax.wording import counted
+
+_T = TypeVar("_T")
 
 NUM_RUNNERS_UP = 3
 NUM_REJECTED = 4
@@ -39,12 +48,15 @@ NEARLY = 1.01
 AS_GOOD = 1.005
 """The same where that reason is host memory, which costs nothing if it is there."""
 
-SMALL_LOSS_CHUNK_TOKENS, LARGE_LOGITS = 1024, 0.1
-"""A loss chunk that is small, and from which share of a device's memory on logits are large."""
+SMALL_LOSS_CHUNKS_TOKENS, LARGE_LOGITS = (1024, 256), 0.1
+"""Loss chunks that are small, and from which share of a device's memory on logits are large."""
 
 TOLERATED = 1.05
 """What a strategy that has run before may need of what is free now: that differs from start to
 start. Beyond, something else has taken it."""
+
+NUM_ROUNDS = 2
+"""How often neighbours of the best are tried; seldom more than once are any better."""
 
 NUM_REFINED = 2
 """Best strategies for which state on the devices is tried in any case."""
@@ -131,7 +143,7 @@ def plan(
       keep_activations: instead of recomputing, keep weights and intermediate results of as many
         layer chunks as fit; None: on devices with memory of their own.
       resident_state: let the training state of the lowest chunks stay on the devices where that
-        makes a step faster, or is needed for the rest to fit the host; the devices then sum the
+        makes a step faster, or is needed for the rest to fit the host, if the devices sum the
         gradients. None: on devices with memory of their own.
       strategy: what has been decided, for example by an earlier run: it is costed, nothing else is
         tried, and `choices` and the policies above are not looked at.
@@ -151,30 +163,32 @@ def plan(
     if strategy is not None:
         return _decided(job, strategy)
     check_request(job, choices, update_policy, compute_dtype, resident_state or False)
-    if resident_state:  # the devices update it from gradients that they sum
-        choices = replace(choices, gradient_route="reduce_scatter")
-    families = candidates(
-        workload,
-        batch,
-        hardware,
-        choices,
+    request = Request(
+        job=job,
+        choices=choices,
         update_policy=update_policy,
         compute_dtype=compute_dtype,
+        keep_activations=_or(keep_activations, not hardware.unified_memory),
+        resident_state=_or(resident_state, not hardware.unified_memory),
     )
-    if keep_activations is None:
-        keep_activations = not hardware.unified_memory
-    if resident_state is None:
-        resident_state = not hardware.unified_memory
-    fitting, misfits = sort_by_fit(job, families, keep_activations, resident_state)
-    if not fitting:
-        tried = [job.memory(strategy) for family in misfits for strategy in family]
-        limits = limits_of_leanest(job, tried)
-        raise PlanError(nothing_fits(job, limits, len(tried), choices), limits)
+    return fastest(request)
+
+
+def fastest(request: Request) -> Plan:
+    """The plan with the shortest predicted step.
+
+    Raises:
+      PlanError: nothing fits.
+    """
+    job = request.job
+    if (leanest := request.leanest_misfits()) is not None:
+        raise refusal(request, leanest)
+    fitting, misfits = sort_by_fit(
+        job, request.families(), request.keep_activations, request.resident_state
+    )
     ranked = _simulate_best(job, fitting)
-    if resident_state:
-        free = choices.loss_chunk_tokens is None and workload.own_loss_tokens is None
-        roomier = SMALL_LOSS_CHUNK_TOKENS if free else None
-        ranked = _with_spare_memory(job, ranked, fitting, keep_activations, roomier)
+    if request.resident_state:
+        ranked = _with_spare_memory(request, ranked, _bases(request, ranked, fitting))
     shown = [job.alternative(one.strategy) for one in ranked[: 1 + NUM_RUNNERS_UP]]
     return _as_plan(job, shown, [family[0] for family in misfits if family])
 
@@ -221,24 +235,20 @@ def _as_plan(job: Job, ranked: list[Alternative], misfits: list[Strategy]) -> Pl
     )
 
 
-def _with_spare_memory(
-    job: Job,
-    ranked: list[Timed],
-    fitting: list[tuple[float, Strategy]],
-    keep_activations: bool,
-    loss_chunk_tokens: int | None,
-) -> list[Timed]:
-    """With the best that state on the devices makes of one strategy of each kind, fastest first.
+def _bases(
+    request: Request, ranked: list[Timed], fitting: list[tuple[float, Strategy]]
+) -> list[Strategy]:
+    """Strategies of which it is tried how much state is best on the devices.
 
-    How fast a strategy is with all state on the host says little about that. So for each chunk size
-    and weight route, whose copies it spares, the one with the lowest bound is tried; where logits
-    take much of the memory, also with `loss_chunk_tokens`, which leaves more for state.
+    How fast one is with all state on the host says little about that. So for each chunk size and
+    weight route, whose copies it spares, the one with the lowest bound is tried; where logits take
+    much of the memory, also with small loss chunks, which leave more for state.
     """
+    job = request.job
     kinds: dict[object, Strategy] = {}
     for _, strategy in fitting:
         if strategy.gradient_route == "reduce_scatter":
             kinds.setdefault((strategy.layers_per_chunk, strategy.weight_route), strategy)
-    found = {one.strategy: one for one in ranked}
     for one in ranked[:NUM_REFINED]:
         if one.strategy.gradient_route == "reduce_scatter":
             kinds[one.strategy] = one.strategy
@@ -247,29 +257,72 @@ def _with_spare_memory(
     bases += sorted(tried, key=lambda strategy: strategy.layers_per_chunk)[:1]
     for strategy in dict.fromkeys(bases):
         tried += with_more_on_host(job, strategy)
-    if loss_chunk_tokens is not None:
-        tried += [
-            replace(strategy, loss_chunk_tokens=loss_chunk_tokens)
-            for strategy in tried
-            if strategy.loss_chunk_tokens > loss_chunk_tokens
-            and _share_of_logits(job.memory(strategy)) > LARGE_LOGITS
-        ]
-    for strategy in tried:
-        best = sorted(one.step_s for one in found.values())
-        fast_s = max([NEARLY * best[0], *best[NUM_RUNNERS_UP : NUM_RUNNERS_UP + 1]])
-        better = with_state_on_devices(
-            job, strategy, keep_activations=keep_activations, fast_s=fast_s
+    if request.choices.loss_chunk_tokens is None and job.workload.own_loss_tokens is None:
+        for tokens in SMALL_LOSS_CHUNKS_TOKENS:
+            tried += [
+                replace(strategy, loss_chunk_tokens=tokens)
+                for strategy in tried
+                if strategy.loss_chunk_tokens > tokens
+                and _share_of_logits(job.memory(strategy)) > LARGE_LOGITS
+            ]
+    return list(dict.fromkeys(tried))
+
+
+def _with_spare_memory(request: Request, ranked: list[Timed], bases: list[Strategy]) -> list[Timed]:
+    """With the best that state on the devices makes of the bases, and of neighbours of the best."""
+    job, found = request.job, {one.strategy: one for one in ranked}
+
+    def improve(strategies: Iterable[Strategy]) -> None:
+        for strategy in strategies:
+            times = sorted(one.step_s for one in found.values())
+            fast_s = max([NEARLY * times[0], *times[NUM_RUNNERS_UP : NUM_RUNNERS_UP + 1]])
+            better = with_state_on_devices(
+                job, strategy, keep_activations=request.keep_activations, fast_s=fast_s
+            )
+            if better is not None:
+                found[better.strategy] = better
+
+    improve(bases)
+    seen = set(bases)
+    for _ in range(NUM_ROUNDS):
+        best = min(found.values(), key=lambda one: one.step_s).strategy
+        if best.gradient_route != "reduce_scatter":
+            break
+        near = neighbours(
+            job.workload,
+            job.batch,
+            job.hardware.num_devices,
+            request.choices,
+            with_host_boundaries(
+                job.workload, job.batch, replace(best, kept_chunks=0, attention_chunks=0), 0
+            ),
         )
-        if better is not None:
-            found[better.strategy] = better
-    ranked = sorted(found.values(), key=partial(_by_time, job))
-    # Programs of many layers take long to compile, boundaries take host memory: not for nothing.
+        on_devices = list(near)
+        on_host = [
+            with_all_on_host(job, strategy)
+            for strategy in on_devices
+            if strategy.weight_route == best.weight_route
+            and strategy.rows_per_microbatch == best.rows_per_microbatch
+        ]
+        new = [one for one in dict.fromkeys(on_devices + on_host) if one not in seen]
+        seen.update(new)
+        improve(new)
+        if min(found.values(), key=lambda one: one.step_s).strategy == best:
+            break
+    return _preferred(job, sorted(found.values(), key=partial(_by_time, job)))
+
+
+def _preferred(job: Job, ranked: list[Timed]) -> list[Timed]:
+    """With the one to take in front: the fastest, or one that is nearly as fast and asks less.
+
+    Programs of many layers take long to compile, boundaries take host memory: not for nothing.
+    """
     good = [one for one in ranked if one.step_s <= NEARLY * ranked[0].step_s]
     fewest = min(one.strategy.layers_per_chunk for one in good)
     good = [one for one in good if one.strategy.layers_per_chunk == fewest]
     equal = [one for one in good if one.step_s <= AS_GOOD * good[0].step_s]
-    best_one = min(equal, key=lambda one: (_boundaries(one.strategy), *_by_time(job, one)))
-    return [best_one, *(one for one in ranked if one is not best_one)]
+    best = min(equal, key=lambda one: (_boundaries(one.strategy), *_by_time(job, one)))
+    return [best, *(one for one in ranked if one is not best)]
 
 
 def _boundaries(strategy: Strategy) -> int:
@@ -282,7 +335,7 @@ def _share_of_logits(memory: MemoryUse) -> float:
     return memory.device.get("logits", 0.0) / memory.device_bytes
 
 
-def _or(value: float | None, default: float) -> float:
+def _or(value: _T | None, default: _T) -> _T:
     return default if value is None else value
 
 

@@ -75,12 +75,14 @@ def relieving_host(job: Job, strategy: Strategy) -> tuple[Strategy, bool]:
         none, each = bytes_of(option(0)), bytes_of(option(most)) - bytes_of(option(0))
         return int(most * (budget - none) / each) if each else None
 
-    guess = between(job.host_bytes, job.host_budget_bytes)
-    enough = smallest(
-        lambda count: job.fits_host(option(count)), most + 1, None if guess is None else guess + 1
-    )
-    if enough <= most and job.fits_devices(option(enough)):
-        return option(enough), True
+    enough = most + 1
+    if job.fits_host(option(most)):
+        guess = between(job.host_bytes, job.host_budget_bytes)
+        enough = smallest(
+            lambda count: job.fits_host(option(count)), most, None if guess is None else guess + 1
+        )
+        if job.fits_devices(option(enough)):
+            return option(enough), True
     room = smallest(
         lambda count: not job.fits_devices(option(count + 1)),
         most,

@@ -219,7 +219,7 @@ def _longest_circle_s(
     longest_s = compute_s + arrives_s + embed.update_s + embed.upload_s
     if deferred:
         updates_s = arrives_s
-        for chunk in durations[:-1]:
+        for chunk in durations:
             updates_s += chunk.update_s
             longest_s = max(longest_s, updates_s + chunk.upload_s + compute_s)
             compute_s -= chunk.forward_s

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from slidedp_jax.planner.asked_job import AskedJob
 from slidedp_jax.planner.errors import PlanError
 from slidedp_jax.planner.hardware import HardwareProfile, LinkRate
-from slidedp_jax.planner.request import Request
 from slidedp_jax.planner.search import Plan
 
 FACTOR = 2
@@ -41,7 +41,7 @@ class Upgrade:
         return f"{self.what}: {self.tokens_per_s:,.0f} tokens/s ({gain})"
 
 
-def upgrades(request: Request, hardware: HardwareProfile, plan: Plan | None) -> list[Upgrade]:
+def upgrades(request: AskedJob, hardware: HardwareProfile, plan: Plan | None) -> list[Upgrade]:
     """Each of the changes alone, the one that brings most first.
 
     Args:
@@ -57,7 +57,7 @@ def upgrades(request: Request, hardware: HardwareProfile, plan: Plan | None) -> 
     return sorted(found, key=lambda upgrade: -upgrade.tokens_per_s)
 
 
-def _tokens_per_s(request: Request, hardware: HardwareProfile) -> float:
+def _tokens_per_s(request: AskedJob, hardware: HardwareProfile) -> float:
     try:
         return request.plan(hardware).chosen.time.tokens_per_s
     except PlanError:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from slidedp_jax.planner.errors import PlanError
 from slidedp_jax.planner.hardware import size_text
 from slidedp_jax.planner.limits import LimitName
+from slidedp_jax.planner.nearest_fits import longest_row, shorter
 from slidedp_jax.planner.optimizers import LEANER, WHOLE_PARAMETER_OPTIMIZERS, OptimizerName
-from slidedp_jax.planner.search import Plan
+from slidedp_jax.planner.request import Request
+from slidedp_jax.planner.search import Plan, fastest
 from slidedp_jax.wording import counted
 
 
@@ -39,33 +42,50 @@ def leaner_optimizers(
     return lines
 
 
-def fewer_rows(
-    steps: Sequence[tuple[int, str]], seq_length: int, attempt: Callable[[int], Plan]
-) -> list[str]:
+def fewer_rows(request: Request, steps: Sequence[tuple[int, str]]) -> list[str]:
     """The largest of some smaller steps that fits, or what even the smallest needs.
 
     Args:
+      request: of which nothing fits.
       steps: rows of a step and the flags that ask for it, from large to small.
-      seq_length: tokens of a row.
-      attempt: plans the same job with other rows.
     """
     if not steps:
         return []
-    last = _tried(attempt, steps[-1][0])  # where it is in vain, the others need not be tried
-    if isinstance(last, PlanError):
-        needs = " and ".join(
-            f"{size_text(limit.need_bytes)} of {_PLACES[limit.name]}" for limit in last.limits
-        )
-        return [f"{_step(*steps[-1], seq_length)} still needs {needs}"] if needs else []
-    for rows, flags in steps:
-        found = _tried(attempt, rows)
-        if isinstance(found, Plan):
-            memory, unified = found.chosen.memory, found.job.hardware.unified_memory
-            parts = [f"{size_text(memory.host_bytes)} of host memory"]
-            parts += [] if unified else [f"{size_text(memory.device_bytes)} of each device"]
-            parts.append(f"{found.chosen.time.tokens_per_s:,.0f} tokens/s")
-            return [f"{_step(rows, flags, seq_length)} fits: {', '.join(parts)}"]
-    return []
+    batch = request.job.batch
+    options = {rows: request.other(batch=replace(batch, num_rows=rows)) for rows, _ in steps}
+    rows, flags = next((step for step in steps if options[step[0]].fits()), steps[-1])
+    step = f"{_step(rows, batch.seq_length)} ({flags})"
+    found = _tried(options[rows])
+    if isinstance(found, Plan):
+        return [f"{step} fits: {_needs(found)}"]
+    needs = " and ".join(
+        f"{size_text(limit.need_bytes)} of {_PLACES[limit.name]}" for limit in found.limits
+    )
+    return [f"{step} still needs {needs}"] if needs else []
+
+
+def shorter_rows(request: Request, flags: Callable[[int], str]) -> list[str]:
+    """The longest rows, as many of them, that fit.
+
+    Args:
+      request: of which nothing fits.
+      flags: what asks for rows of so many tokens.
+    """
+    length = longest_row(request)
+    if length is None:
+        return []
+    found = _tried(shorter(request, length))
+    if isinstance(found, PlanError):
+        return []
+    return [f"{_step(request.job.batch.num_rows, length)} ({flags(length)}) fits: {_needs(found)}"]
+
+
+def _needs(found: Plan) -> str:
+    memory, unified = found.chosen.memory, found.job.hardware.unified_memory
+    parts = [f"{size_text(memory.host_bytes)} of host memory"]
+    parts += [] if unified else [f"{size_text(memory.device_bytes)} of each device"]
+    parts.append(f"{found.chosen.time.tokens_per_s:,.0f} tokens/s")
+    return ", ".join(parts)
 
 
 _PLACES: Mapping[LimitName, str] = {"device memory": "each device", "host memory": "host memory"}
@@ -80,12 +100,12 @@ def halves(number: int, least: int = 1) -> list[int]:
     return found
 
 
-def _tried(attempt: Callable[[int], Plan], rows: int) -> Plan | PlanError:
+def _tried(request: Request) -> Plan | PlanError:
     try:
-        return attempt(rows)
+        return fastest(request)
     except PlanError as error:
         return error
 
 
-def _step(num_rows: int, flags: str, seq_length: int) -> str:
-    return f"a step of {counted(num_rows, 'row')} of {seq_length:,} tokens ({flags})"
+def _step(num_rows: int, seq_length: int) -> str:
+    return f"a step of {counted(num_rows, 'row')} of {seq_length:,} tokens"

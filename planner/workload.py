@@ -8,7 +8,7 @@ operation counts are known. Letters: D hidden, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from slidedp_jax.models.config import ModelConfig
 from slidedp_jax.planner.flops import matmul_forward_flops, model_flops
@@ -92,25 +92,30 @@ class Workload:
     @staticmethod
     def from_config(config: ModelConfig, *, name: str | None = None) -> Workload:
         """The workload of a decoder of `models`."""
-        hidden = config.hidden_size
-        head_shapes = config.head_shapes()
-        of_kind = {kind: layer_work(config, kind) for kind in set(config.layer_kinds)}
-        return Workload(
-            name=name or f"{config.model_type} of {short_count(config.num_parameters)} parameters",
-            embed=StageWork(
-                name="model.embed_tokens",
-                group_parameters=parameter_groups(config.embedding_shapes()),
-                elementwise_elements=2 * hidden,
-            ),
-            layers=tuple(of_kind[kind] for kind in config.layer_kinds),
-            head=StageWork(
-                name="head",
-                group_parameters=parameter_groups(head_shapes),
-                matmul_parameters=config.vocab_size * hidden,
-                elementwise_elements=4 * hidden,
-            ),
-            tied=config.tie_word_embeddings,
-            hidden_size=hidden,
-            vocab_size=config.vocab_size,
-            plain_vocabulary=not config.scale_embeddings,
-        )
+        return _of_config(config, name)
+
+
+@lru_cache(maxsize=16)  # the same object for the same: caches are keyed by it
+def _of_config(config: ModelConfig, name: str | None) -> Workload:
+    hidden = config.hidden_size
+    head_shapes = config.head_shapes()
+    of_kind = {kind: layer_work(config, kind) for kind in set(config.layer_kinds)}
+    return Workload(
+        name=name or f"{config.model_type} of {short_count(config.num_parameters)} parameters",
+        embed=StageWork(
+            name="model.embed_tokens",
+            group_parameters=parameter_groups(config.embedding_shapes()),
+            elementwise_elements=2 * hidden,
+        ),
+        layers=tuple(of_kind[kind] for kind in config.layer_kinds),
+        head=StageWork(
+            name="head",
+            group_parameters=parameter_groups(head_shapes),
+            matmul_parameters=config.vocab_size * hidden,
+            elementwise_elements=4 * hidden,
+        ),
+        tied=config.tie_word_embeddings,
+        hidden_size=hidden,
+        vocab_size=config.vocab_size,
+        plain_vocabulary=not config.scale_embeddings,
+    )

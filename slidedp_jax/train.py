@@ -84,6 +84,7 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int, stop: S
     from slidedp_jax.run.checks import (
         attention_notes,
         check_attention,
+        choices_note,
         load_inputs,
         setting_notes,
     )
@@ -130,6 +131,8 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int, stop: S
         print(data_details(inputs))
     plan = plan_or_ways_out(args, inputs, num_devices, strategy)
     notes += profile_notes(args)
+    if strategy is None:
+        notes += choices_note(args, inputs, num_devices, plan)
     notes += batch_notes(args, inputs, plan, num_devices)
     at_once = plan.strategy.rows_per_microbatch * inputs.source.widths[-1]
     notes += changed_products(before, args, inputs.pretrained.config, at_once)

@@ -81,6 +81,7 @@ def test_flags_exist(page):
         "prompt",
         "max_new_tokens",
     }
-    others |= {"total_tokens", "preset", "max-model-len"}
+    others |= {"total_tokens", "preset", "max-model-len", "served-model-name", "version"}
+    others |= {"tokens_per_step", "num_gpus", "config"}
     for flag in re.findall(r"(?<![\w-])--([a-z][\w-]+)", text):
         assert flag in FIELDS or flag in others, flag

@@ -15,12 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from slidedp_jax.models.config import named_config
+from slidedp_jax.planner.asked_job import AskedJob, asked_job
 from slidedp_jax.planner.cards import CARDS, HOSTS, PCIE4_SOURCE
 from slidedp_jax.planner.command_line import COUNTS
 from slidedp_jax.planner.comparison import Row, binding, compared
 from slidedp_jax.planner.hardware import GIB, HardwareProfile
 from slidedp_jax.planner.presets import PRESETS, named_hardware
-from slidedp_jax.planner.request import Request, request_of
 from slidedp_jax.planner.upgrades import upgrades
 from slidedp_jax.planner.workload import BatchShape, Workload
 
@@ -76,7 +76,7 @@ def page() -> Iterator[str]:
     yield from sources()
 
 
-def request(name: str, tokens: int) -> Request:
+def request(name: str, tokens: int) -> AskedJob:
     """The job as the command would be told it."""
     defaults = dict.fromkeys(
         (
@@ -85,7 +85,7 @@ def request(name: str, tokens: int) -> Request:
             *("optim", "optimizer_state_bytes", "ema_decay", "document_length", *COUNTS),
         )
     )
-    return request_of(
+    return asked_job(
         argparse.Namespace(
             **defaults,
             preset=name,
@@ -98,7 +98,7 @@ def request(name: str, tokens: int) -> Request:
     )
 
 
-def best(job: Request, hardware: HardwareProfile) -> tuple[Row, bool]:
+def best(job: AskedJob, hardware: HardwareProfile) -> tuple[Row, bool]:
     """The job on a machine, else on one with a roomy host; whether it is that."""
     (row,) = compared(job, [hardware])
     if row.plan is not None or "host memory" not in row.reason:

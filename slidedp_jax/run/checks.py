@@ -13,9 +13,11 @@ from slidedp_jax.data import BatchSource, DataReport, StepSize
 from slidedp_jax.errors import UserError
 from slidedp_jax.models.config import ModelConfig
 from slidedp_jax.planner.candidates import Choices
+from slidedp_jax.planner.errors import PlanError
 from slidedp_jax.planner.hardware import GIB, HardwareProfile
 from slidedp_jax.planner.optimizers import OptimizerName
 from slidedp_jax.planner.search import Plan
+from slidedp_jax.planner.stated_choices import cost_of_choices
 from slidedp_jax.planner.stated_machine import Stated, machine
 from slidedp_jax.planner.strategy import Strategy
 from slidedp_jax.planner.whole_updates import update_flops
@@ -147,6 +149,38 @@ def _rows(
     )
 
 
+_CHOICES = (
+    *("layers_per_chunk", "rows_per_microbatch", "loss_chunk_tokens"),
+    *("weight_route", "gradient_route"),
+)
+_PERMISSIONS = ("keep_activations", "resident_state")
+
+
+def choices_note(
+    args: TrainArguments, inputs: RunInputs, num_devices: int, plan: Plan
+) -> list[str]:
+    """What the settings of the strategy cost, where the planner's own would be faster.
+
+    Args:
+      args: the run's settings.
+      inputs: model and data.
+      num_devices: compute devices.
+      plan: as they say.
+    """
+    names = (*_CHOICES, *_PERMISSIONS)
+    undecided: dict[str, Any] = dict.fromkeys(names)
+    free = replace(args, **undecided)
+
+    def without() -> Plan:
+        try:
+            return make_plan(free, inputs, num_devices)
+        except UserError as error:
+            raise PlanError(str(error)) from None
+
+    stated = {f"--{name}": getattr(args, name) for name in names}
+    return cost_of_choices(plan, stated, without)
+
+
 def make_plan(
     args: TrainArguments,
     inputs: RunInputs,
@@ -179,11 +213,7 @@ def make_plan(
         except ValueError as error:
             raise UserError(str(error)) from None
         _check_budgets(args, hardware)
-    names = (
-        *("layers_per_chunk", "rows_per_microbatch", "loss_chunk_tokens"),
-        *("weight_route", "gradient_route"),
-    )
-    choices = Choices(**{name: getattr(args, name) for name in names} | dict(decided or {}))
+    choices = Choices(**{name: getattr(args, name) for name in _CHOICES} | dict(decided or {}))
     whole = args.optim in WHOLE_PARAMETER_OPTIMIZERS
     return plan_for(
         inputs.pretrained.config,

@@ -385,7 +385,7 @@ class Run:
         return EXIT_FAILED
 
     def _sample(self, trainer: Trainer, when: str) -> None:
-        """Greedy completions of the sample prompts, on the console and in metrics.jsonl."""
+        """Greedy completions of the sample prompts, on the console."""
         prompts, tokenizer = self._args.sample_prompts, self._inputs.pretrained.tokenizer
         if not prompts or tokenizer is None:
             return
@@ -396,16 +396,9 @@ class Run:
             max_new_tokens=self._args.sample_max_new_tokens,
             stop_ids=tokenizer.stop_ids,
         )
-        samples = []
         for prompt, output in zip(prompts, outputs, strict=True):
             text = tokenizer.decode(output, skip_special_tokens=True)
-            samples.append({"prompt": prompt, "text": text})
             print(f"sample {when}: {prompt!r} -> {text!r}", flush=True)
-        metrics = MetricsFile(self._folder.metrics)
-        try:
-            metrics.write({"step": trainer.step_count, "samples": samples})
-        finally:
-            metrics.close()
 
     def _summary(self, trainer: Trainer) -> None:
         places = self._tokens_seen + self._padding_seen

@@ -69,7 +69,7 @@ _CALLED: _Table = (
     ("save_steps", "checkpoint_interval save_interval checkpoint_every save_every"),
     ("eval_steps", "eval_interval eval_every"),
     ("eval_at_start", "eval_on_start"),
-    ("logging_steps", "log_every_n_steps log_interval"),
+    ("logging_steps", "log_every_n_steps log_interval steps_per_print"),
     ("num_devices", "n_gpu n_gpus num_gpus num_processes nproc_per_node world_size"),
     ("devices", "gpu_ids cuda_visible_devices visible_devices"),
     ("platform", "use_cpu no_cuda device accelerator"),
@@ -91,7 +91,7 @@ _CALLED: _Table = (
     ("learning_rate_by_name", "lr_groups embedding_lr"),
     ("lr_decay_steps", "num_decay_steps decay_steps"),
     ("lr_decay_type", "decay_type"),
-    ("profile_steps", "profiler_steps profile profiler_steps_start"),
+    ("profile_steps", "profiler_steps profile profiler_steps_start wall_clock_breakdown"),
     ("router_z_loss_coef", "moe_z_loss_coef moe_z_loss_coeff router_z_loss"),
     ("max_loss", "loss_watchdog_threshold"),
     ("device_memory_budget", "gpu_memory_limit gpu_memory_utilization"),
@@ -179,8 +179,9 @@ _ANSWERS: _Table = (
         "metrics.jsonl in `output_dir` has a line per step (loss, grad_norm, learning_rate, "
         "tokens_per_second, ...), and `slidedp report` draws it",
         "project tracker_project_name log_with use_wandb use_tensorboard use_mlflow use_comet "
-        "tensorboard logger log_level log_level_replica metric_logger plot_loss with_tracking "
-        "use_swanlab wandb_* swanlab_* mlflow_* comet_* trackio_* tensorboard_* neptune_*",
+        "wandb tensorboard logger log_level log_level_replica metric_logger plot_loss "
+        "with_tracking use_swanlab wandb_* swanlab_* mlflow_* comet_* trackio_* tensorboard_* "
+        "neptune_*",
     ),
     (
         "nothing stops early and no other weights are loaded at the end: `save_best` keeps the "

@@ -24,7 +24,7 @@ class RunData:
       record: what `run.json` holds.
       steps: records of steps, in order.
       evaluations: records of evaluations, in order.
-      samples: records of samples, in order.
+      samples: records of `samples.jsonl` (step, prompt, completion), in order.
       profiles: paragraphs on what bounds some steps, by name.
     """
 
@@ -44,7 +44,7 @@ def read_run_data(root: pathlib.Path) -> RunData:
     """
     try:
         record = json.loads((root / NAME).read_bytes().decode())
-        lines = (root / "metrics.jsonl").read_bytes().decode(errors="replace").splitlines()
+        records = _records(root / "metrics.jsonl")
     except FileNotFoundError as error:
         raise UserError(
             f"{root} holds no {pathlib.Path(str(error.filename)).name}: give the output_dir of a "
@@ -52,7 +52,6 @@ def read_run_data(root: pathlib.Path) -> RunData:
         ) from None
     except ValueError as error:
         raise UserError(f"{root / NAME} is damaged ({error})") from None
-    records = [entry for line in lines if (entry := _entry(line)) is not None]
     steps = [entry for entry in records if "loss" in entry]
     if not steps:
         raise UserError(f"the run in {root} has not taken a step yet; there is nothing to draw")
@@ -61,9 +60,14 @@ def read_run_data(root: pathlib.Path) -> RunData:
         record=record,
         steps=steps,
         evaluations=[entry for entry in records if any(name.startswith("eval_") for name in entry)],
-        samples=[entry for entry in records if "samples" in entry],
+        samples=_records(samples) if (samples := root / "samples.jsonl").is_file() else [],
         profiles={path.stem: path.read_text() for path in sorted((root / "profile").glob("*.txt"))},
     )
+
+
+def _records(path: pathlib.Path) -> list[dict[str, Any]]:
+    lines = path.read_bytes().decode(errors="replace").splitlines()
+    return [entry for line in lines if (entry := _entry(line)) is not None]
 
 
 def _entry(line: str) -> dict[str, Any] | None:

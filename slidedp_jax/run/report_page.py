@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from slidedp_jax.planner.hardware import GIB
@@ -14,7 +14,7 @@ from slidedp_jax.run.report_data import RunData, curve, median, shares
 from slidedp_jax.run.time_text import clock, duration
 from slidedp_jax.wording import short_count
 
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9")
+_COLOURS = ("#1a84cc", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9")
 """Told apart by all eyes (Okabe and Ito), dark enough for lines."""
 
 _WAITS = {
@@ -28,6 +28,10 @@ _BUSY = {
     "wait_norm_s": "update thread, waiting for gradients",
     "save_s": "writing checkpoints, all threads",
 }
+
+
+_Row = tuple[str, float, float | None, Callable[[float], str]]
+"""Name, predicted, measured, and how such a figure is written."""
 
 
 def report_page(run: RunData) -> str:
@@ -177,7 +181,7 @@ def _predicted(run: RunData) -> str:
     chosen, planned = run.record["plan"]["chosen"], _planned_bytes(run)
     predicted_s = (run.record.get("predicted") or {}).get("step_s", chosen["time"]["step_s"])
     measured_s = median([record["step_time_s"] for record in steps])
-    rows = [("step, median after the first", predicted_s, measured_s, duration)]
+    rows: list[_Row] = [("step, median after the first", predicted_s, measured_s, duration)]
     peaks = [r["device_peak_gib"] for r in steps if r.get("device_peak_gib") is not None]
     if peaks:
         rows.append(("device memory, peak", planned["device"], max(peaks) * GIB, _gib))
@@ -206,16 +210,16 @@ def _bounds(run: RunData) -> str:
 
 def _samples(run: RunData) -> str:
     rows = [
-        [f"{record['step']:,}", sample["prompt"], sample["text"]]
-        for record in run.samples
-        for sample in record["samples"]
+        [f"{sample['step']:,}", str(sample.get("prompt")), str(sample.get("completion"))]
+        for sample in run.samples
     ]
-    return _table_section("Samples", _table(["step", "prompt", "text"], rows)) if rows else ""
+    head = ["step", "prompt", "completion"]
+    return _table_section("Samples", _table(head, rows)) if rows else ""
 
 
 def _settings(run: RunData) -> str:
     own = run.record["arguments"]
-    changed, usual = [], []
+    changed, usual = list[list[str]](), list[list[str]]()
     for name, value in own.items():
         field = FIELDS.get(name)
         default: Any = None
@@ -252,7 +256,8 @@ def _table_section(title: str, table: str) -> str:
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     top = "".join(f"<th>{html.escape(name)}</th>" for name in head) if any(head) else ""
     body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+        "<tr>" + "".join(f"<td><div>{html.escape(cell)}</div></td>" for cell in row) + "</tr>"
+        for row in rows
     )
     return f"<table>{f'<tr>{top}</tr>' if top else ''}{body}</table>"
 
@@ -288,6 +293,7 @@ def _style() -> str:
         "table{border-collapse:collapse;font-size:.87rem;width:100%}",
         "td,th{text-align:left;vertical-align:top;padding:.2rem .8rem .2rem 0;"
         "border-bottom:1px solid var(--line);overflow-wrap:anywhere;white-space:pre-wrap}",
+        "td div{max-height:9em;overflow:auto}td:not(:last-child){min-width:5.5rem}",
     ]
     for number, colour in enumerate(_COLOURS, start=1):
         rules.append(

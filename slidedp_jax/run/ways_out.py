@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from slidedp_jax.errors import UserError
 from slidedp_jax.planner.errors import PlanError
+from slidedp_jax.planner.nearest_fits import MemoryFlags, larger_memories
+from slidedp_jax.planner.optimizers import OptimizerName
+from slidedp_jax.planner.request import Request
 from slidedp_jax.planner.search import Plan
 from slidedp_jax.planner.strategy import Strategy
-from slidedp_jax.planner.ways_out import fewer_rows, halves, leaner_optimizers
+from slidedp_jax.planner.ways_out import fewer_rows, halves, leaner_optimizers, shorter_rows
 from slidedp_jax.run.arguments import TrainArguments
 from slidedp_jax.run.checks import RunInputs, make_plan
 
@@ -31,30 +33,38 @@ def plan_or_ways_out(
     try:
         return make_plan(args, inputs, num_devices, strategy, rows_per_step=rows_per_step)
     except UserError as error:
-        limits = error.__cause__.limits if isinstance(error.__cause__, PlanError) else ()
-        if not limits:
+        refused = error.__cause__ if isinstance(error.__cause__, PlanError) else None
+        if refused is None or refused.request is None:
             raise
-        ways = _ways_out(args, inputs, num_devices, {limit.name for limit in limits})
+        ways = _ways_out(args, inputs, num_devices, refused, refused.request)
         also = ["Also tried:", *(f"- {way}." for way in ways)] if ways else []
         raise UserError("\n".join([str(error), *also])) from error
 
 
 def _ways_out(
-    args: TrainArguments, inputs: RunInputs, num_devices: int, limits: set[str]
+    args: TrainArguments, inputs: RunInputs, num_devices: int, error: PlanError, request: Request
 ) -> list[str]:
-    def attempt(rows: int | None = None, **changes: Any) -> Plan:
+    def with_optimizer(name: OptimizerName) -> Plan:
         try:
-            return make_plan(replace(args, **changes), inputs, num_devices, rows_per_step=rows)
+            return make_plan(replace(args, optim=name), inputs, num_devices)
         except UserError as error:
             if isinstance(error.__cause__, PlanError):
                 raise error.__cause__ from None
             raise PlanError(str(error)) from None  # a setting that does not go with the change
 
     ways = []
-    if "host memory" in limits:
-        ways += leaner_optimizers(args.optim, lambda name: attempt(optim=name))
-    steps = list(_smaller_steps(args, num_devices))
-    return ways + fewer_rows(steps, inputs.source.widths[-1], attempt)
+    if "host memory" in {limit.name for limit in error.limits}:
+        ways += leaner_optimizers(args.optim, with_optimizer)
+    ways += fewer_rows(request, list(_smaller_steps(args, num_devices)))
+    ways += shorter_rows(request, lambda length: f"--max_seq_length {length}")
+    other = args.hardware is not None
+    flags = MemoryFlags(
+        host="--host_memory_gib" if other else None,
+        device="--device_memory_gib" if other else None,
+        host_budget="--host_memory_budget",
+        device_budget="--device_memory_budget",
+    )
+    return ways + larger_memories(request, error.limits, flags)
 
 
 def _smaller_steps(args: TrainArguments, num_devices: int) -> Iterator[tuple[int, str]]:

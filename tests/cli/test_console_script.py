@@ -26,7 +26,7 @@ def test_unknown_commands(capsys):
     assert captured.out == ""
     assert captured.err == (
         "error: there is no command 'foo'; there are train, preview, plan, export, checkpoints, "
-        "generate (`slidedp --help`)\n"
+        "report, schema, generate (`slidedp --help`)\n"
     )
     assert main(["trian"]) == 2
     assert "'trian'; did you mean train?" in capsys.readouterr().err

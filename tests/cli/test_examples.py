@@ -1,4 +1,4 @@
-"""The files in examples/: each fits the schema and is planned, by its own words, for its machine.
+"""The files in docs/examples/: each fits the schema and is planned, by its own words, for its machine.
 
 The model folder is made on the spot: its config.json has the true shapes, its tokenizer is of
 bytes, and a dry run needs no weights.
@@ -22,7 +22,7 @@ from slidedp_jax.run.checks import load_inputs
 from slidedp_jax.run.config_schema import config_schema, config_schema_text
 from slidedp_jax.run.ways_out import plan_or_ways_out
 
-EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.yaml"))
+EXAMPLES = sorted(path.stem for path in (ROOT / "docs" / "examples").glob("*.yaml"))
 OFTEN = ("qwen3-0.6b_1x24gib", "qwen2.5-72b_4x24gib")
 
 
@@ -48,7 +48,7 @@ def write_folder(folder: pathlib.Path, name: str) -> pathlib.Path:
 
 @pytest.mark.parametrize("name", mostly_thorough(EXAMPLES, OFTEN))
 def test_an_example_is_planned_for_its_machine(name, tmp_path, monkeypatch):
-    path = ROOT / "examples" / f"{name}.yaml"
+    path = ROOT / "docs" / "examples" / f"{name}.yaml"
     text = path.read_text()
     (words,) = re.findall(r"^#   (--dry_run .*)$", text, re.M)
     settings = yaml.safe_load(text)
@@ -71,7 +71,7 @@ def test_an_example_is_planned_for_its_machine(name, tmp_path, monkeypatch):
     assert memory.device_bytes <= job.device_budget_bytes < 24 * 2**30
     assert job.batch.num_rows * job.batch.seq_length == 32_768 * devices
     size = re.search(r"_(\d)x24gib$", name)[1]
-    assert int(size) == (args.num_devices or 1) and f"examples/{name}.yaml" in text
+    assert int(size) == (args.num_devices or 1) and f"docs/examples/{name}.yaml" in text
 
 
 def test_the_schema_is_that_of_the_settings(capsys):
@@ -87,7 +87,7 @@ def test_the_schema_is_that_of_the_settings(capsys):
 def test_examples_fit_the_schema_and_wrong_ones_do_not(name):
     jsonschema = pytest.importorskip("jsonschema")
     validator = jsonschema.Draft202012Validator(config_schema())
-    settings = yaml.safe_load((ROOT / "examples" / f"{name}.yaml").read_text())
+    settings = yaml.safe_load((ROOT / "docs" / "examples" / f"{name}.yaml").read_text())
     assert not [*validator.iter_errors(settings)]
     for wrong in (
         {"weigth_decay": 0.1},

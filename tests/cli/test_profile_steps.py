@@ -48,6 +48,7 @@ def test_the_timeline_of_a_run(inputs, tmp_path, capsys):
     assert (out / "profile" / "steps_2_3.txt").read_text().strip() in said
 
 
+@pytest.mark.thorough
 def test_a_run_that_ends_before_writes_what_there_is(inputs, tmp_path, capsys):
     out = tmp_path / "run"
     inputs.train(out, max_steps=2, profile_steps="2:9")

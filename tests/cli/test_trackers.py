@@ -131,6 +131,7 @@ def test_settings_are_checked_before_anything_else(inputs, tmp_path, monkeypatch
     assert parse_arguments(words).trackers == []
 
 
+@pytest.mark.thorough
 def test_wandb_offline_goes_on_with_its_run(inputs, tmp_path, monkeypatch, capsys):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -130,22 +130,24 @@ def test_a_tight_device_changes_the_strategy_and_lists_what_was_given_up():
 
 
 def test_nothing_fits_lists_every_limit_with_need_have_and_what_to_change():
+    tight = partial(
+        plan, QWEN3_4B, BATCH, named_hardware("h200"), choices=Choices(layers_per_chunk=2)
+    )
     with pytest.raises(PlanError) as caught:
-        plan(
-            QWEN3_4B,
-            BATCH,
-            named_hardware("h200"),
-            device_budget_bytes=2 * GIB,
-            host_budget_bytes=16 * GIB,
-            choices=Choices(layers_per_chunk=2),
-        )
+        tight(device_budget_bytes=2 * GIB, host_budget_bytes=16 * GIB)
     message = str(caught.value)
     assert "device memory: needs" in message
     assert "has 2.00 GiB" in message
     assert "host memory: needs" in message
-    assert "has 16.00 GiB; largest part optimizer_state 29.97 GiB" in message
+    assert "has 16.00 GiB; largest part optimizer_state 29.98 GiB" in message
     assert "use an optimizer with less state" in message
     assert "layers_per_chunk=2" in message
+    # What is asked for is enough: both needs are of one strategy. Neither alone will do.
+    device, host = (limit.need_bytes for limit in caught.value.limits)
+    assert tight(device_budget_bytes=device, host_budget_bytes=host)
+    for budgets in ((device, 16 * GIB), (2 * GIB, host)):
+        with pytest.raises(PlanError):
+            tight(device_budget_bytes=budgets[0], host_budget_bytes=budgets[1])
 
 
 def test_host_need_follows_the_optimizer():

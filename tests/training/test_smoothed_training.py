@@ -20,7 +20,7 @@ TOKEN_LOSS = TokenLoss(label_smoothing=0.1, z_loss_coef=1e-2)
 ADAM = functools.partial(optax.adamw, RATE, eps=1e-5, weight_decay=0.1)
 
 CASES = [
-    pytest.param({}, id="one_pass"),
+    pytest.param({}, id="one_pass", marks=pytest.mark.thorough),
     pytest.param({"tied": True, "devices": 2, "vocab_slices": 4}, id="slices"),
     pytest.param(
         {"vocab_slices": 4, "slice_head_weights": True, "layer_block_tokens": 5},
