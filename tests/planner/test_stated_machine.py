@@ -36,7 +36,7 @@ def test_spellings(spelling, name):
 def test_an_unknown_one_is_refused_with_the_nearest(name, near):
     with pytest.raises(ValueError, match=rf"named '{name}'; known: .*nearest by name: .*{near}"):
         machine(name, 1, NOTHING)
-    with pytest.raises(ValueError, match=r"rtx4090\.$"):  # none is near
+    with pytest.raises(ValueError, match=r"rtx5090\.$"):  # none is near
         machine("tpu v5e-256 pod", 1, NOTHING)
 
 
