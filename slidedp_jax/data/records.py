@@ -64,8 +64,8 @@ class Block:
     Attributes:
       path: the file.
       place: index of the file among those given.
-      kind: what `begin` and `end` count: bytes of whole lines, rows of a group of a parquet file, or
-        elements of a JSON array; a text file is one block.
+      kind: what `begin` and `end` count: bytes of whole lines, rows of a group of a parquet file,
+        or elements of a JSON array; a text file is one block.
       begin: where it begins.
       end: where it ends; of lines and rows that is after the last.
       first: number of its first line, row or element in the file, from 1.
@@ -142,8 +142,8 @@ def _blocks_in(path: Path, place: int) -> Iterator[Block]:
     if path.suffix == ".txt":
         yield Block(path=path, place=place, kind="text")
     elif path.suffix == ".parquet":
-        for part in parquet_parts(path):
-            yield Block(path=path, place=place, kind="rows", **part)
+        for rows in parquet_parts(path):
+            yield Block(path=path, place=place, kind="rows", **rows)
     elif _first_byte(path) == b"[":
         values = _array_values(path)
         for begin in range(0, len(values), _VALUES_AT_ONCE):

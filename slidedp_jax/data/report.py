@@ -122,7 +122,7 @@ def report_of_json(saved: Mapping[str, Any], files: Sequence[str]) -> DataReport
     Raises:
       TypeError, KeyError, ValueError: it is none.
     """
-    named = dict(zip(saved["files"], files, strict=True))
+    named: dict[str, str] = dict(zip(saved["files"], files, strict=True))
 
     def renamed(text: str) -> str:
         """A sentence that begins with a file's name."""

@@ -1,4 +1,4 @@
-"""Tokenised rows on disk: a folder for each combination of files, tokenizer, templates and settings.
+"""Tokenised rows on disk: a folder for each set of files, tokenizer, templates and settings.
 
 An entry is known by contents: of the files (wherever they lie), of the tokenizer and its templates,
 of the settings, and of the code that made it. It is there whole or not at all; what a run wrote

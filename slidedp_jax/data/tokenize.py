@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 
 from slidedp_jax.data.encode_block import BlockEncoder
@@ -112,7 +112,7 @@ def _encoded(work: BlockEncoder, blocks: Iterator[Block], num_proc: int) -> _Enc
 
 def _told(
     done: _Encoded, files: Sequence[Path], settings: ExampleSettings, progress: Progress | None
-) -> Iterator[tuple[Block, Part, Tally]]:
+) -> Generator[tuple[Block, Part, Tally], None, None]:
     """The same, with word of how far it is."""
     sizes = [path.stat().st_size for path in files]
     rows, size = 0, 0.0
@@ -126,11 +126,13 @@ def _told(
 
 
 def _gather(
-    done: Iterator[tuple[Block, Part, Tally]], into: ExamplesBuilder | Entry, num_files: int
+    done: Generator[tuple[Block, Part, Tally], None, None],
+    into: ExamplesBuilder | Entry,
+    num_files: int,
 ) -> tuple[Tally, list[int]]:
     """Put all parts one after the other; the sum of what became of them, and rows of each file."""
     whole, file_rows = Tally(), [0] * num_files
-    with contextlib.closing(done):  # type: ignore[type-var]
+    with contextlib.closing(done):
         for block, part, tally in done:
             into.extend(part, whole.rows_in)
             file_rows[block.place] += tally.rows_in
