@@ -165,7 +165,8 @@ def _blocks_in(path: Path, place: int) -> Iterator[Block]:
 def _blocks_of_lines(path: Path, place: int) -> Iterator[Block]:
     size, begin, first = max(1, path.stat().st_size), 0, 1
     with path.open("rb") as file:  # a binary file's lines end at LF only
-        while content := file.read(BLOCK_BYTES):
+        # What is appended meanwhile is not read.
+        while begin < size and (content := file.read(BLOCK_BYTES)):
             rest = b"" if content.endswith(b"\n") else file.readline()
             end = begin + len(content) + len(rest)
             share = (end - begin) / size
