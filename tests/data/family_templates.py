@@ -176,6 +176,5 @@ SPECIALS = (
 
 def plain(marked: str) -> str:
     """Without the marks; what they do to white space stays."""
-    return re.sub(
-        r"\{%(-?)\s*(?:end)?generation\s*(-?)%\}", r"{%\1 if true \2%}{% endif %}", marked
-    )
+    mark = r"\{%(-?)\s*(?:end)?generation\s*(-?)%\}"
+    return re.sub(mark, r"{%\1 if true \2%}{% endif %}", marked)
