@@ -18,6 +18,7 @@ and with one that renders earlier answers differently (Qwen3's rules).
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -177,10 +178,8 @@ def long_rows(
     for turns in (100, 200, 400, 800):
         path = write(folder / f"long{turns}.jsonl", iter([long_conversation(turns, 2000)]))
         for name, its in ways.items():
-            found[name][turns] = [
-                seconds(lambda path=path, its=its: load_examples([path], its, settings))
-                for _ in range(args.rounds)
-            ]
+            work = functools.partial(load_examples, [path], its, settings)
+            found[name][turns] = [seconds(work) for _ in range(args.rounds)]
             wall, cpu = map(statistics.median, zip(*found[name][turns], strict=True))
             print(f"{turns} turns of 2,000 characters, {name}: {wall:.3f} s, {cpu:.3f} s of CPU")
     return found
