@@ -25,6 +25,9 @@ from slidedp_jax.wording import counted
 _BYTES_PER_PROCESS = 4 << 20
 """Of the files, from which on a further process saves more time than its start takes."""
 
+_MOST_PROCESSES = 32
+"""Where their number is not said: each takes a tenth of a GiB."""
+
 Progress = Callable[[int, float], None]
 """Takes the number of rows read so far, and the share of the files that they are."""
 
@@ -98,7 +101,8 @@ def _num_processes(files: Sequence[Path], settings: ExampleSettings) -> int:
     size = sum(path.stat().st_size for path in files)
     if settings.max_rows is not None:
         size = min(size, settings.max_rows * 1024)
-    return max(1, min(len(os.sched_getaffinity(0)), size // _BYTES_PER_PROCESS))
+    cores = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
+    return max(1, min(cores, size // _BYTES_PER_PROCESS))
 
 
 _Encoded = Iterator[tuple[Block, Part, Tally]]
