@@ -152,6 +152,7 @@ def measured(args: argparse.Namespace, folder: pathlib.Path, cores: int) -> dict
         wall_and_cpu_s=samples,
     )
     print(f"{report.rows_in:,} rows, {report.num_tokens:,} tokens, {cores} cores")
+    result["command"] = result["command"].replace(str(args.model), args.model.name)
     base, base_cpu = map(statistics.median, zip(*samples["transformers"], strict=True))
     print(f"{'':16}{'wall s':>9}{'rows/s':>12}{'x':>7}{'CPU s':>9}{'rows/CPU s':>12}{'x':>7}")
     for name, values in samples.items():
