@@ -250,7 +250,9 @@ class TrainArguments:
     export_rounding: Rounding | None = _setting(
         "output", "of an export in bfloat16: dither or nearest; null: as trained", None
     )
-    sample_prompts: list[str] = _setting("output", "greedy samples before and after", [])
+    sample_prompts: list[str] = _setting(
+        "output", "greedy samples before and after, in samples.jsonl", []
+    )
     sample_max_new_tokens: int = _setting("output", "length of the samples", 48)
     sample_at_eval: bool = _setting("output", "samples at each evaluation as well", False)
 

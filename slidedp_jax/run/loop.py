@@ -93,7 +93,7 @@ class Run:
             held_out_rows=self._held_out_rows() if inputs.evaluation else None,
             saved=folder.succeeded,
         )
-        self._samples = Samples(args, inputs.pretrained.tokenizer, folder.metrics)
+        self._samples = Samples(args, inputs.pretrained.tokenizer, folder.samples)
 
     @property
     def _exports(self) -> bool:

@@ -6,7 +6,7 @@ import datetime
 import json
 import math
 import pathlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from slidedp_jax.disk_room import writing
@@ -94,15 +94,6 @@ def has_evaluation(path: pathlib.Path, step: int, rows: str) -> bool:
     return any(
         "eval_loss" in record and record.get(EVALUATED_ROWS, rows) == rows for record in records
     )
-
-
-def has_samples(path: pathlib.Path, step: int, samples: Sequence[Mapping[str, str]]) -> bool:
-    """Whether the file holds these samples of a step; it need not exist."""
-    if not path.exists():
-        return False
-    lines = path.read_bytes().decode(errors="replace").splitlines()
-    records = (json.loads(line) for line in lines if _step_of(line) == step)
-    return any(record.get("samples") == list(samples) for record in records)
 
 
 def best_evaluated(

@@ -1,4 +1,4 @@
-"""Completions of given prompts while a model is trained: on the console and in `metrics.jsonl`."""
+"""Completions of given prompts while a model is trained: on the console and in `samples.jsonl`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from slidedp_jax.data import Tokenizer
 from slidedp_jax.generate import encode_prompt, generate
 from slidedp_jax.run.arguments import TrainArguments
-from slidedp_jax.run.metrics_file import MetricsFile, has_samples
+from slidedp_jax.run.metrics_file import MetricsFile, drop_after
 from slidedp_jax.trainer import Trainer
 
 
@@ -18,7 +18,7 @@ class Samples:
     Args:
       args: the run's settings.
       tokenizer: of the model; without one nothing is sampled.
-      path: metrics.jsonl, which gets a record for each step: `samples`, of `prompt` and `text`.
+      path: the file of all samples, one JSON object each: step, prompt, completion, time.
     """
 
     def __init__(self, args: TrainArguments, tokenizer: Tokenizer | None, path: pathlib.Path):
@@ -45,15 +45,13 @@ class Samples:
             max_new_tokens=self._max_new_tokens,
             stop_ids=tokenizer.stop_ids,
         )
-        samples = []
-        for prompt, output in zip(self._prompts, outputs, strict=True):
-            text = tokenizer.decode(output, skip_special_tokens=True)
-            samples.append({"prompt": prompt, "text": text})
-            say(f"sample {when}: {prompt!r} -> {text!r}")
-        if not has_samples(self._path, step, samples):  # of an earlier start
-            file = MetricsFile(self._path)
-            try:
-                file.write({"step": step, "samples": samples})
-            finally:
-                file.close()
+        drop_after(self._path, step - 1)  # the same, by an earlier start
+        file = MetricsFile(self._path)
+        try:
+            for prompt, output in zip(self._prompts, outputs, strict=True):
+                text = tokenizer.decode(output, skip_special_tokens=True)
+                say(f"sample {when}: {prompt!r} -> {text!r}")
+                file.write({"step": step, "prompt": prompt, "completion": text})
+        finally:
+            file.close()
         self._last_step = step
