@@ -8,7 +8,7 @@ import signal
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import chat_rows
+from byte_tokenizer import chat_rows
 
 from slidedp_jax.data import ExampleSettings, RowError, load_examples, load_tokenizer
 from slidedp_jax.data.encode_block import BlockEncoder

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from conftest import write_tokenizer
+from byte_tokenizer import write_tokenizer
 from family_templates import CHATML, LLAMA3, MISTRAL, QWEN3, QWEN25, SMOLLM2, SPECIALS, plain
 from lanes import mostly_thorough
 

@@ -5,7 +5,7 @@ from collections import Counter
 import grain
 import numpy as np
 import pytest
-from conftest import ENDOFTEXT
+from byte_tokenizer import ENDOFTEXT
 
 from slidedp_jax.data import BatchSource, ExamplesBuilder
 from slidedp_jax.data.row_order import RowOrder, checked_weights

@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 import pytest
-from conftest import chat_rows, write_tokenizer
+from byte_tokenizer import chat_rows, write_tokenizer
 from template_texts import CHATML
 
 from slidedp_jax.data import ExampleSettings, load_examples, load_tokenizer
