@@ -155,6 +155,11 @@ class Pretrained:
         most_documents_per_row: int | None = None,
         shuffle: bool = True,
         seed: int = 42,
+        file_weights: Sequence[float] | None = None,
+        num_proc: int | None = None,
+        cache: str | os.PathLike[str] | None = None,
+        progress: Callable[[int, float], None] | None = None,
+        say: Callable[[str], None] | None = None,
         **settings: Any,
     ) -> tuple[BatchSource, DataReport]:
         """The rows of jsonl, json, parquet or text files as batches, and what became of them.
@@ -167,6 +172,13 @@ class Pretrained:
           most_documents_per_row: of packed rows; for rows to evaluate on, those of the trainer.
           shuffle: False keeps the files' order.
           seed: of the order.
+          file_weights: passes over each file in an epoch: 2 takes its rows twice, 0.5 half of them,
+            by turns; None: one over all.
+          num_proc: processes that tokenise; None: one for each core, of large files.
+          cache: folder for tokenised rows, which are mapped from there now and the next time; None:
+            they are held in memory.
+          progress: told how many rows are read so far, and their share of the files.
+          say: takes a sentence on the cache.
           **settings: others of `slidedp_jax.data.ExampleSettings`.
 
         Returns:
@@ -186,6 +198,10 @@ class Pretrained:
                 self.tokenizer,
                 ExampleSettings(max_seq_length=max_seq_length, **settings),
                 vocab_size=self.config.vocab_size,
+                num_proc=num_proc,
+                cache=None if cache is None else pathlib.Path(cache),
+                progress=progress,
+                say=say,
             )
         except NeedsTokenizer:
             load_tokenizer(self.folder)  # says what is missing, and where
@@ -198,6 +214,7 @@ class Pretrained:
             packing=packing,
             most_documents_per_row=most_documents_per_row,
             shuffle=shuffle,
+            file_weights=file_weights,
             pad_id=self.tokenizer.pad_id if self.tokenizer is not None else 0,
         )
         return rows, report

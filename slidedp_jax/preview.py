@@ -34,13 +34,14 @@ from slidedp_jax.errors import UserError
 from slidedp_jax.models.hf_config import read_config
 from slidedp_jax.models.hf_hub import resolve_model_folder
 from slidedp_jax.run.arguments import FIELDS, TrainArguments, parse_arguments
-from slidedp_jax.run.data_settings import example_settings
+from slidedp_jax.run.data_settings import example_settings, num_processes, token_cache
+from slidedp_jax.run.held_out import held_out_sets
 from slidedp_jax.run.settings_help import help_lines
 from slidedp_jax.wording import columns_of, counted, say_error, wrapped
 
 FAILED = 1
 
-_NOT_ABOUT_ROWS = ("shuffle", "data_seed")
+_NOT_ABOUT_ROWS = ("shuffle", "data_seed", "train_file_weights")
 DATA_FLAGS = (
     "model_name_or_path",
     *(
@@ -116,7 +117,13 @@ def _show(args: TrainArguments, own: argparse.Namespace) -> None:
     settings = example_settings(args)
     try:
         examples, report = load_examples(
-            args.train_file, tokenizer, settings, vocab_size=vocab_size, progress=_progress()
+            args.train_file,
+            tokenizer,
+            settings,
+            vocab_size=vocab_size,
+            num_proc=num_processes(args),
+            cache=token_cache(args, args.train_file),
+            progress=_progress(),
         )
     except NeedsTokenizer:
         load_tokenizer(folder)  # says what is missing, and where
@@ -130,16 +137,18 @@ def _show(args: TrainArguments, own: argparse.Namespace) -> None:
         print()
         text = preview(examples, tokenizer, index, colour=colour, run_tokens=run_tokens)
         print(text.rstrip("\n"))
-    if args.validation_file:
+    for name, files in held_out_sets(args.validation_file).items():
         held_out, report = load_examples(
-            args.validation_file,
+            files,
             tokenizer,
             dataclasses.replace(settings, max_rows=None),
             vocab_size=vocab_size,
+            num_proc=num_processes(args),
+            cache=token_cache(args, files),
             progress=_progress(),
         )
         shown = range(min(1, own.num_examples))
-        print("\nfor evaluation")
+        print(f"\nfor evaluation{f', {name}' if name else ''}")
         print(
             account(
                 held_out,
@@ -184,11 +193,13 @@ def _examples_of(rows: Sequence[int], examples: Examples, report: DataReport) ->
     return indices
 
 
-def _progress() -> Callable[[int], None] | None:
+def _progress() -> Callable[[int, float], None] | None:
     """Counts rows on a terminal while they are read."""
     if not sys.stderr.isatty():
         return None
-    return lambda rows: print(f"\r{rows:,} rows read\r", end="", file=sys.stderr, flush=True)
+    return lambda rows, share: print(
+        f"\r{rows:,} rows read, {share:.0%}\r", end="", file=sys.stderr, flush=True
+    )
 
 
 def _in_colour(choice: str, stream: TextIO) -> bool:

@@ -43,7 +43,7 @@ FLOORS = [
 """Packages and files of slidedp_jax from the ground up; each imports only from floors below."""
 
 APART = {
-    "data": {"errors", "wording"},
+    "data": {"errors", "whole_files", "wording"},
     "adapter": {"errors", "jax_internals", "models", "planner"},
 }
 """What these may import in all."""

@@ -9,17 +9,19 @@ NumPy only; no JAX, no PyTorch.
 
 | file | |
 |---|---|
-| `records.py`, `parquet.py` | files to records |
+| `records.py`, `parquet.py` | files to records, block by block |
 | `rows.py`, `fields.py` | records to checked rows |
 | `conversations.py`, `content_parts.py`, `tool_calls.py` | messages and calls in every form |
 | `tokenizer.py`, `chat_template.py` | the folder's tokenizer and template |
 | `spans.py`, `alike_turns.py` | what the assistant said; the same in long conversations |
-| `encode.py`, `tokenize.py`, `examples.py` | rows to token ids and supervision, kept compactly |
+| `encode.py`, `encode_block.py`, `examples.py` | rows to token ids and what is learnt, compactly |
+| `tokenize.py`, `workers.py` | all blocks, in several processes |
+| `token_cache.py` | tokenised rows on disk, by contents |
 | `unprinted.py` | what rows say and the template does not print |
 | `empty_reasoning.py` | what the template prints and rows do not say: empty reasoning |
 | `remarks.py` | such remarks, counted by file |
 | `example_settings.py` | how rows become examples |
-| `packing.py`, `batches.py` | examples into rows; a seeded order that resumes |
+| `packing.py`, `row_order.py`, `batches.py` | examples into rows; a seeded order that resumes |
 | `report.py`, `preview.py` | what became of the rows; examples to look at |
 """
 

@@ -4,7 +4,8 @@ An epoch is one permutation of the rows that depends on (seed, epoch) only, made
 by random access. A step takes the next `rows_per_step` rows; what is left at an epoch's end makes
 one smaller step, so each row is used exactly once per epoch whatever the batch size, and steps per
 epoch are `ceil(rows / rows_per_step)`. The number of devices plays no part. After the last row
-another epoch begins: `max_steps` beyond the data repeats epochs, each in its own order.
+another epoch begins: `max_steps` beyond the data repeats epochs, each in its own order. Files may
+have weights (`row_order.py`); each is then packed by itself.
 
 The position is (epoch, row within the epoch), so restoring costs the same at any step, and a run
 may continue with another batch size.
@@ -18,15 +19,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
 
 from slidedp_jax.data.examples import IGNORED, Examples
-from slidedp_jax.data.packing import one_per_row, pack
+from slidedp_jax.data.packing import RowPlan, joined, one_per_row, pack
 from slidedp_jax.data.report import DataReport
+from slidedp_jax.data.row_order import RowOrder, checked_weights
 from slidedp_jax.errors import UserError
 from slidedp_jax.wording import counted
 
@@ -111,6 +113,7 @@ class BatchSource:
         packing: bool = False,
         most_documents_per_row: int | None = None,
         shuffle: bool = True,
+        file_weights: Sequence[float] | None = None,
         pad_id: int = 0,
         pad_to_multiple_of: int = 8,
     ):
@@ -124,6 +127,7 @@ class BatchSource:
           packing: several documents per row, kept apart by segment ids.
           most_documents_per_row: of packed rows; None: as many as fit.
           shuffle: False keeps the order of the examples (for evaluation).
+          file_weights: passes over each file in an epoch; None: one over all.
           pad_id: fills `input_ids`; never supervised.
           pad_to_multiple_of: widths are multiples of it.
 
@@ -145,23 +149,30 @@ class BatchSource:
                 "prepare the examples with the same max_seq_length"
             )
         self.examples = examples
-        self._plan = one_per_row(len(examples))
-        if packing:
-            self._plan = pack(
-                examples.lengths, max_seq_length, most_documents=most_documents_per_row
-            )
+        self._weights = checked_weights(file_weights, len(examples.file_rows))
+        plans = [
+            pack(lengths, max_seq_length, most_documents=most_documents_per_row)
+            if packing
+            else one_per_row(len(lengths))
+            for lengths in self._lengths_of_files()
+        ]
+        self._plan = joined(plans)
+        self._rows_of_files = [len(plan) for plan in plans]
         self._packing = packing
         self._seed = seed
         self._shuffle = shuffle
         self._pad_id = pad_id
         self._position = (0, 0)
-        self.num_rows = len(self._plan)
+        self._order = RowOrder(self._rows_of_files, self._weights, seed if shuffle else None)
+        self._shares = self._epoch_shares(plans)
+        self.num_rows = self._order.num_rows
+        if self.num_rows == 0:
+            raise UserError("no file with a weight above 0 has a row; give others")
         self.documents_per_row = int(np.diff(self._plan.offsets).max())
         self.resize(step_size)
         widths = row_widths(max_seq_length, pad_to_multiple_of)
         self.widths = widths[-1:] if packing else widths
-        self.density = examples.num_tokens / (self.num_rows * widths[-1])
-        self._order = _row_order(self.num_rows, seed if shuffle else None)
+        self.density = self._mean_tokens() / widths[-1]
 
     def resize(self, step_size: StepSize | int) -> None:
         """Take steps of another size from here on."""
@@ -170,6 +181,49 @@ class BatchSource:
         )
         self.rows_per_step = self._step_size.rows
         self.steps_per_epoch = math.ceil(self.num_rows / self.rows_per_step)
+
+    def _lengths_of_files(self) -> list[np.ndarray]:
+        """Tokens per example, file by file if those have weights."""
+        lengths = self.examples.lengths
+        if self._weights is None:
+            return [lengths]
+        ends = np.cumsum(self.examples.file_rows)
+        borders = np.searchsorted(self.examples.row_ids, ends[:-1], side="left")
+        return np.split(lengths, borders)
+
+    def _epoch_shares(self, plans: Sequence[RowPlan]) -> np.ndarray | None:
+        """How often each row is taken in an epoch, float64 [rows]; None: all alike."""
+        if self._order.taken is None:
+            return None
+        often = [
+            taken / max(1, len(plan)) for taken, plan in zip(self._order.taken, plans, strict=True)
+        ]
+        return np.repeat(often, [len(plan) for plan in plans])
+
+    def _mean_tokens(self) -> float:
+        """Tokens of a row on average over an epoch."""
+        return float(np.average(self._row_lengths(), weights=self._shares))
+
+    @functools.cached_property
+    def mix(self) -> tuple[tuple[int, float], ...]:
+        """Rows that an epoch has of each file, and these files' shares of its tokens.
+
+        Empty without weights.
+        """
+        if self._order.taken is None or self._shares is None:
+            return ()
+        tokens = self._row_lengths() * self._shares
+        total, found, first = tokens.sum(), [], 0
+        for taken, rows in zip(self._order.taken, self._rows_of_files, strict=True):
+            found.append((taken, float(tokens[first : first + rows].sum() / total)))
+            first += rows
+        return tuple(found)
+
+    @functools.cached_property
+    def padding_share(self) -> float:
+        """Share of the places of an epoch's rows that padding takes, on average over orders."""
+        widths = sum(width * share for width, share in self.width_shares().items())
+        return 1 - self._mean_tokens() / widths
 
     def require_whole_step(self, report: DataReport | None = None) -> None:
         """Refuse data that does not fill one optimizer step; training calls this, evaluation not.
@@ -222,6 +276,19 @@ class BatchSource:
         whole, steps = divmod(num_steps - rest, self.steps_per_epoch)
         return epoch + 1 + whole + steps * self.rows_per_step / self.num_rows
 
+    def has_passed(self, num_epochs: float) -> bool:
+        """Whether the last step ended one of the parts of the data that are so many epochs long."""
+        epoch, row = self._position
+        if (epoch, row) == (0, 0):
+            return False
+        before = (
+            (epoch, max(0, row - self.rows_per_step))
+            if row
+            else (epoch - 1, (self.steps_per_epoch - 1) * self.rows_per_step)
+        )
+        done, was = (whole + part / self.num_rows for whole, part in ((epoch, row), before))
+        return math.floor(done / num_epochs + 1e-9) > math.floor(was / num_epochs + 1e-9)
+
     def width_shares(self) -> dict[int, float]:
         """Width -> share of an epoch's steps whose rows have it.
 
@@ -230,8 +297,8 @@ class BatchSource:
         """
         if len(self.widths) == 1:
             return {self.widths[0]: 1.0}
-        lengths = np.sort(self._row_lengths())
-        up_to = np.searchsorted(lengths, self.widths, side="right") / self.num_rows
+        lengths, weights = self._row_lengths(), self._shares
+        up_to = np.array([np.average(lengths <= w, weights=weights) for w in self.widths])
         below = up_to ** min(self.rows_per_step, self.num_rows)
         shares = np.diff(below, prepend=0.0)
         return {w: float(s) for w, s in zip(self.widths, shares, strict=True) if s > 0}
@@ -244,7 +311,8 @@ class BatchSource:
         """
         lengths = np.asarray(self.examples.lengths, np.int64)[self._plan.members]
         work = np.add.reduceat(lengths**2, self._plan.offsets[:-1])
-        row = int(np.abs(work - work.mean()).argmin())
+        mean = np.average(work, weights=self._shares)
+        row = int(np.abs(work - mean).argmin())
         own = lengths[self._plan.offsets[row] : self._plan.offsets[row + 1]]
         return tuple(own.tolist())
 
@@ -271,8 +339,7 @@ class BatchSource:
 
     def batch(self, epoch: int, start: int, stop: int) -> StepBatch:
         """Rows `start` to `stop` of an epoch's order."""
-        rows = [self._order[epoch * self.num_rows + i] % self.num_rows for i in range(start, stop)]
-        members = [self._plan.row(row) for row in rows]
+        members = [self._plan.row(self._order.row(epoch, i)) for i in range(start, stop)]
         return self._assemble(members, epoch)
 
     def _assemble(self, rows: list[np.ndarray], epoch: int) -> StepBatch:
@@ -327,7 +394,7 @@ class BatchSource:
             raise UserError(
                 "the stored data position belongs to other data or another order: "
                 f"{'; '.join(other)}. Resume with the same files, tokenizer, template, "
-                "max_seq_length, packing and seed, or start a new run"
+                "max_seq_length, packing, weights and seed, or start a new run"
             )
         epoch, next_row = state.get("epoch"), state.get("next_row")
         if not (
@@ -349,6 +416,8 @@ class BatchSource:
             "shuffle": self._shuffle,
             "packing": self._packing,
             "num_rows": self.num_rows,
+            # Null in the states of versions that had none.
+            "file_weights": None if self._weights is None else list(self._weights),
             "data": self.examples.fingerprint,
         }
 
@@ -368,13 +437,3 @@ def row_widths(max_seq_length: int, pad_to_multiple_of: int = 8) -> tuple[int, .
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
-
-
-def _row_order(num_rows: int, seed: int | None) -> Any:
-    """Endless order of rows by random access: index = epoch * num_rows + place -> row."""
-    import grain  # here, as it imports JAX where that is installed
-
-    rows = grain.MapDataset.range(num_rows)
-    if seed is not None:
-        rows = rows.seed(seed).shuffle()
-    return rows.repeat()

@@ -94,11 +94,23 @@ class ChatTemplate:
         self.source = source
         self.origin = origin
         self._special_tokens = dict(special_tokens or {})
+        self._now = now
         self._plain = self._compile(_Generation, now)
         self.has_generation_markers = bool(re.search(r"\{%-?\+?\s*generation\s*[-+]?%\}", source))
         self._marked = (
             self._compile(_MarkedGeneration, now) if self.has_generation_markers else None
         )
+
+    @property
+    def clock(self) -> str | None:
+        """The time that it prints: empty if it prints none, None if that of rendering."""
+        if "strftime_now" not in self.source:
+            return ""
+        return None if self._now is None else self._now.isoformat()
+
+    def __reduce__(self) -> Any:
+        """Other processes compile it anew."""
+        return _compiled, (self.source, self.origin, self._special_tokens, self._now)
 
     def render(
         self,
@@ -176,6 +188,12 @@ class ChatTemplate:
         except Exception as error:  # a template may fail in any way a program can
             detail = str(error) or type(error).__name__
             raise ChatTemplateError(f"chat template {self.origin}: {detail}") from error
+
+
+def _compiled(
+    source: str, origin: str, special_tokens: Mapping[str, Any], now: datetime | None
+) -> ChatTemplate:
+    return ChatTemplate(source, origin=origin, special_tokens=special_tokens, now=now)
 
 
 def _take_out_marks(marked: str) -> tuple[str, list[Span]]:

@@ -11,6 +11,7 @@ per example, whatever the number of rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -45,6 +46,18 @@ def one_per_row(num_examples: int) -> RowPlan:
     return RowPlan(
         members=np.arange(num_examples, dtype=np.int64),
         offsets=np.arange(num_examples + 1, dtype=np.int64),
+    )
+
+
+def joined(plans: Sequence[RowPlan]) -> RowPlan:
+    """The rows of all plans, whose examples follow each other."""
+    if len(plans) == 1:
+        return plans[0]
+    first = np.cumsum([0, *(len(plan.members) for plan in plans)])
+    pairs = list(zip(plans, first[:-1], strict=True))
+    return RowPlan(
+        members=np.concatenate([plan.members + begin for plan, begin in pairs]),
+        offsets=np.concatenate([[0], *(plan.offsets[1:] + begin for plan, begin in pairs)]),
     )
 
 

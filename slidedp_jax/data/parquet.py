@@ -15,32 +15,71 @@ from typing import Any
 from slidedp_jax.errors import UserError
 
 _ROWS_AT_ONCE = 1024
+_LEAST_ROWS, _MOST_PARTS = 4096, 8
+"""A row group is read in so many parts at the most, since each of them has to begin at its top."""
 
 _Clean = Callable[[Any], Any]
 
 
-def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file as objects; a column that is null stays, as null.
+def parquet_parts(path: Path) -> Iterator[dict[str, Any]]:
+    """Parts of a file that can be read by themselves, in order.
+
+    Returns:
+      `group`, and `begin` and `end` as `parquet_rows` takes them; `first`, the number of the first
+      row in the file, from 1; `share` of the file's rows.
 
     Raises:
       UserError: the file cannot be read or has no rows.
     """
-    import pyarrow.parquet
-
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-    except (OSError, pyarrow.ArrowException) as error:
-        raise UserError(f"{path} cannot be read as parquet: {error}") from error
-    with file:
-        if file.metadata.num_rows == 0:
+    with _opened(path) as file:
+        total, first = file.metadata.num_rows, 1
+        if total == 0:
             raise UserError(f"data file {path} has no rows")
+        for group in range(file.metadata.num_row_groups):
+            rows = file.metadata.row_group(group).num_rows
+            step = max(_LEAST_ROWS, -(-rows // _MOST_PARTS))
+            for begin in range(0, rows, step):
+                end = min(begin + step, rows)
+                share = (end - begin) / total
+                yield {"group": group, "begin": begin, "end": end, "first": first, "share": share}
+                first += end - begin
+
+
+def parquet_rows(path: Path, group: int, begin: int, end: int) -> Iterator[dict[str, Any]]:
+    """Rows of a row group as objects; a column that is null stays, as null.
+
+    Args:
+      path: the file.
+      group: index of the row group.
+      begin: index of the first row within the group.
+      end: index after the last.
+
+    Raises:
+      UserError: the file cannot be read.
+    """
+    with _opened(path) as file:
         columns = {column.name: _cleaner(column.type) for column in file.schema_arrow}
         nested = {name: clean for name, clean in columns.items() if clean is not None}
-        for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE):
-            for fields in batch.to_pylist():
+        place = 0
+        for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, row_groups=[group]):
+            skipped = min(max(0, begin - place), batch.num_rows)
+            wanted = batch.slice(skipped, min(end - place, batch.num_rows) - skipped)
+            place += batch.num_rows
+            for fields in wanted.to_pylist():
                 for name, clean in nested.items():
                     fields[name] = clean(fields[name])
                 yield fields
+            if place >= end:
+                return
+
+
+def _opened(path: Path) -> Any:
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.ParquetFile(path)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise UserError(f"{path} cannot be read as parquet: {error}") from error
 
 
 def _cleaner(kind: Any) -> _Clean | None:

@@ -37,10 +37,17 @@ class Remarks:
     def add(self, file: str, remarks: Iterable[Remark]) -> None:
         """Count what is said of one row of a file."""
         for remark in remarks:
-            key = (file, remark.text)
-            count, of = self._sums.get(key, (0, None))
-            of = of if remark.of is None else (of or 0) + remark.of
-            self._sums[key] = (count + remark.count, of)
+            self._count(file, remark.text, remark.count, remark.of)
+
+    def add_all(self, others: Remarks) -> None:
+        """Count what is said of further rows."""
+        for (file, text), (count, of) in others._sums.items():
+            self._count(file, text, count, of)
+
+    def _count(self, file: str, text: str, count: int, of: int | None) -> None:
+        so_far, of_so_far = self._sums.get((file, text), (0, None))
+        of = of_so_far if of is None else (of_so_far or 0) + of
+        self._sums[file, text] = (so_far + count, of)
 
     def lines(self) -> tuple[str, ...]:
         """One line for each file and remark, in the order in which they came up."""

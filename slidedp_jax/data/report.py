@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +21,7 @@ DROP_REASONS = {
     "no_supervised_tokens": "nothing to learn in them",
     "supervised_tokens_cut_off": "truncation left nothing to learn",
 }
+BAD_ROWS_SHOWN = 5
 _QUANTILES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)
 
 
@@ -104,6 +106,42 @@ class DataReport:
         return "\n".join(lines)
 
 
+def report_as_json(report: DataReport) -> dict[str, Any]:
+    """The same in JSON's types, for `report_of_json`."""
+    quantiles = [[q, tokens] for q, tokens in report.length_quantiles.items()]
+    return {**asdict(report), "length_quantiles": quantiles}
+
+
+def report_of_json(saved: Mapping[str, Any], files: Sequence[str]) -> DataReport:
+    """A report that was kept, with the names that its files have now.
+
+    Args:
+      saved: what `report_as_json` gave.
+      files: names of the same files, in the same order.
+
+    Raises:
+      TypeError, KeyError, ValueError: it is none.
+    """
+    named: dict[str, str] = dict(zip(saved["files"], files, strict=True))
+
+    def renamed(text: str) -> str:
+        """A sentence that begins with a file's name."""
+        begins = [name for name in named if text == name or text.startswith(f"{name}:")]
+        name = max(begins, key=len, default="")
+        return named.get(name, "") + text[len(name) :]
+
+    return DataReport(
+        **{
+            **saved,
+            "files": tuple(files),
+            "length_quantiles": {float(q): int(n) for q, n in saved["length_quantiles"]},
+            "longest_source": renamed(saved["longest_source"]),
+            "bad_rows": tuple(map(renamed, saved["bad_rows"])),
+            "notes": tuple(map(renamed, saved["notes"])),
+        }
+    )
+
+
 @dataclass(kw_only=True)
 class Tally:
     """The counts while they grow; `report` freezes them."""
@@ -130,6 +168,20 @@ class Tally:
         assert reason in DROP_REASONS
         self.dropped[reason] += 1
         self.tokens_lost += tokens
+
+    def add(self, other: Tally) -> None:
+        """Count further rows, which come after these."""
+        self.rows_in += other.rows_in
+        self.rows_kept += other.rows_kept
+        self.dropped.update(other.dropped)
+        self.truncated += other.truncated
+        self.split += other.split
+        self.tokens_lost += other.tokens_lost
+        if other.longest[0] > self.longest[0]:
+            self.longest = other.longest
+        self.lengths.extend(other.lengths)
+        self.bad_rows += other.bad_rows[: BAD_ROWS_SHOWN - len(self.bad_rows)]
+        self.remarks.add_all(other.remarks)
 
     def report(
         self,

@@ -1,29 +1,35 @@
-"""Files -> tokenised examples, and the count of what was dropped or cut.
+"""Files -> tokenised examples: block by block, in as many processes as there are cores, once.
 
-An example's first token has nothing before it that could predict it and is never supervised.
+What comes of given files, tokenizer and settings is kept on the disk if a folder is given for it,
+and is memory-mapped from there, so that it needs no memory of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+import contextlib
+import os
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from slidedp_jax.data.encode import Encoded, Encoder
-from slidedp_jax.data.example_settings import ExampleSettings, OverLong
-from slidedp_jax.data.examples import Examples, ExamplesBuilder
-from slidedp_jax.data.records import Record, RowError, read_records
+from slidedp_jax.data.encode_block import BlockEncoder
+from slidedp_jax.data.example_settings import ExampleSettings
+from slidedp_jax.data.examples import Examples, ExamplesBuilder, Part
+from slidedp_jax.data.records import Block, blocks_of
 from slidedp_jax.data.report import DataReport, Tally
-from slidedp_jax.data.rows import ChatRow, CompletionRow, Row, TextRow, parse_row
+from slidedp_jax.data.token_cache import Entry, TokenCache, cache_key, files_as_they_are
 from slidedp_jax.data.tokenizer import Tokenizer
+from slidedp_jax.data.workers import encoded_in_processes
 from slidedp_jax.errors import UserError
 from slidedp_jax.wording import counted
 
-_ROWS_AT_ONCE = 128  # enough to occupy the tokenizer's threads; their encodings are short-lived
-_BAD_ROWS_SHOWN = 5
+_BYTES_PER_PROCESS = 4 << 20
+"""Of the files, from which on a further process saves more time than its start takes."""
+
+_MOST_PROCESSES = 32
+"""Where their number is not said: each takes a tenth of a GiB."""
+
+Progress = Callable[[int, float], None]
+"""Takes the number of rows read so far, and the share of the files that they are."""
 
 
 def load_examples(
@@ -32,47 +38,115 @@ def load_examples(
     settings: ExampleSettings,
     *,
     vocab_size: int | None = None,
-    progress: Callable[[int], None] | None = None,
+    num_proc: int | None = None,
+    cache: str | Path | None = None,
+    progress: Progress | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> tuple[Examples, DataReport]:
-    """Read and tokenise files.
+    """Read and tokenise files; the result does not depend on the number of processes.
 
     Args:
       paths: see `read_records`.
       tokenizer: may be None when all rows are pre-tokenised.
       settings: how rows become examples.
       vocab_size: number of ids that the model's embedding has; larger ids are an error.
-      progress: called now and then with the number of rows read so far.
+      num_proc: processes; None: one for each core, of large files. 1: this one.
+      cache: folder for tokenised rows, which are taken from there the next time; None: they are
+        held in memory.
+      progress: told how far it is, block by block.
+      say: takes a sentence on the cache.
 
     Returns:
       The examples in the order of the rows, and the report.
 
     Raises:
       RowError: a malformed row, unless `skip_bad_rows`.
-      UserError: an unusable file, an id beyond the vocabulary, an over-long row under `raise`, or
-        nothing left to train on.
+      UserError: an unusable file, an id beyond the vocabulary, an over-long row under `raise`,
+        nothing left to train on, a cache that cannot be written, or a process that was ended.
     """
-    tally, builder = Tally(), ExamplesBuilder()
-    encoder = Encoder(tokenizer, settings)
-    records = enumerate(islice(read_records(paths), settings.max_rows))
-    for chunk in _chunks(records, _ROWS_AT_ONCE):
-        rows = []
-        for row_id, record in chunk:
-            tally.rows_in += 1
-            row = _parsed(record, settings, tally)
-            if row is not None:
-                rows.append((row_id, record.file, row))
-        for (row_id, file, row), encoded in zip(
-            rows, encoder.encode([row for *_, row in rows]), strict=True
-        ):
-            if isinstance(encoded, RowError):
-                _bad_row(encoded, settings, tally)
-                continue
-            _check_ids(encoded, row.source, vocab_size, tokenizer)
-            tally.remarks.add(file, (*row.remarks, *encoded.remarks))
-            _keep_row(encoded, row, row_id, settings, tally, builder)
+    if num_proc is not None and num_proc < 1:
+        raise UserError(f"num_proc is {num_proc}; it must be at least 1, or null for all cores")
+    blocks = blocks_of(paths, settings.max_rows)  # checks the files
+    work = BlockEncoder(tokenizer=tokenizer, settings=settings, vocab_size=vocab_size)
+    files = [Path(path) for path in paths]
+    processes = _num_processes(files, settings) if num_proc is None else num_proc
+    done = _told(_encoded(work, blocks, processes), files, settings, progress)
+    key = None if cache is None else cache_key(files, tokenizer, settings, vocab_size)
+    if cache is None or key is None:
+        builder = ExamplesBuilder()
+        tally, file_rows = _gather(done, builder, len(files))
+        examples = builder.finish(file_rows)
+        return examples, _report(tally, examples, paths, settings)
+    kept = TokenCache(Path(cache), say or (lambda text: None))
+    if (found := kept.read(key, [str(path) for path in paths])) is not None:
+        done.close()
+        return found
+    before = files_as_they_are(files)
+
+    def fill(entry: Entry) -> tuple[Examples, DataReport]:
+        tally, file_rows = _gather(done, entry, len(files))
+        if files_as_they_are(files) != before:
+            raise UserError(
+                f"{', '.join(map(str, paths))}: changed while being read; start again when nothing "
+                "writes there any more"
+            )
+        examples = entry.finish(file_rows)
+        return examples, _report(tally, examples, paths, settings)
+
+    return kept.write(key, [str(path) for path in paths], fill)
+
+
+def _num_processes(files: Sequence[Path], settings: ExampleSettings) -> int:
+    """For short files or few rows a process takes longer to begin than to do its part."""
+    size = sum(path.stat().st_size for path in files)
+    if settings.max_rows is not None:
+        size = min(size, settings.max_rows * 1024)
+    cores = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
+    return max(1, min(cores, size // _BYTES_PER_PROCESS))
+
+
+_Encoded = Iterator[tuple[Block, Part, Tally]]
+
+
+def _encoded(work: BlockEncoder, blocks: Iterator[Block], num_proc: int) -> _Encoded:
+    if num_proc > 1:
+        return encoded_in_processes(work, blocks, num_proc)
+    return ((block, *work.encode(block)) for block in blocks)
+
+
+def _told(
+    done: _Encoded, files: Sequence[Path], settings: ExampleSettings, progress: Progress | None
+) -> Generator[tuple[Block, Part, Tally], None, None]:
+    """The same, with word of how far it is."""
+    sizes = [path.stat().st_size for path in files]
+    rows, size = 0, 0.0
+    for block, part, tally in done:
+        rows += tally.rows_in
+        size += block.share * sizes[block.place]
+        yield block, part, tally
         if progress is not None:
-            progress(tally.rows_in)
-    examples = builder.finish()
+            share = size / max(1, sum(sizes))
+            progress(rows, max(share, rows / settings.max_rows) if settings.max_rows else share)
+
+
+def _gather(
+    done: Generator[tuple[Block, Part, Tally], None, None],
+    into: ExamplesBuilder | Entry,
+    num_files: int,
+) -> tuple[Tally, list[int]]:
+    """Put all parts one after the other; the sum of what became of them, and rows of each file."""
+    whole, file_rows = Tally(), [0] * num_files
+    with contextlib.closing(done):
+        for block, part, tally in done:
+            into.extend(part, whole.rows_in)
+            file_rows[block.place] += tally.rows_in
+            whole.add(tally)
+    return whole, file_rows
+
+
+def _report(
+    tally: Tally, examples: Examples, paths: Sequence[str | Path], settings: ExampleSettings
+) -> DataReport:
     report = tally.report(
         files=[str(path) for path in paths],
         max_seq_length=settings.max_seq_length,
@@ -82,29 +156,7 @@ def load_examples(
     )
     if len(examples) == 0:
         raise _nothing_left(report)
-    return examples, report
-
-
-def _chunks(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    iterator = iter(items)
-    while chunk := list(islice(iterator, size)):
-        yield chunk
-
-
-def _parsed(record: Record, settings: ExampleSettings, tally: Tally) -> Row | None:
-    try:
-        return parse_row(record, settings.columns)
-    except RowError as error:
-        _bad_row(error, settings, tally)
-        return None
-
-
-def _bad_row(error: RowError, settings: ExampleSettings, tally: Tally) -> None:
-    if not settings.skip_bad_rows:
-        raise RowError(f"{error}. (`skip_bad_rows` would count and skip such rows.)") from error
-    tally.drop("bad")
-    if len(tally.bad_rows) < _BAD_ROWS_SHOWN:
-        tally.bad_rows.append(str(error))
+    return report
 
 
 _WAYS_OUT = {
@@ -128,87 +180,3 @@ def _nothing_left(report: DataReport) -> UserError:
         f"on: {report.drops} (max_seq_length is {report.max_seq_length:,}, the longest row has "
         f"{counted(report.longest_row, 'token')}); {ways_out}{first}"
     )
-
-
-def _check_ids(
-    encoded: Encoded, source: str, vocab_size: int | None, tokenizer: Tokenizer | None
-) -> None:
-    if vocab_size is None or len(encoded.input_ids) == 0:
-        return
-    position = int(np.argmax(encoded.input_ids))
-    token = int(encoded.input_ids[position])
-    if token >= vocab_size:
-        known = ""
-        if tokenizer is not None:
-            text = tokenizer.backend.id_to_token(token)
-            known = f" ({text!r})" if text else ""
-        raise UserError(
-            f"{source}: token {position} has the id {token}{known}, but the model's vocabulary has "
-            f"{vocab_size} ids; the tokenizer or the token ids belong to another model"
-        )
-
-
-def _keep_row(
-    encoded: Encoded,
-    row: Row,
-    row_id: int,
-    settings: ExampleSettings,
-    tally: Tally,
-    builder: ExamplesBuilder,
-) -> None:
-    """Apply the length policy and add what is left, or count why nothing is."""
-    length, limit = len(encoded.input_ids), settings.max_seq_length
-    tally.saw_length(length, row.source)
-    encoded.supervised[:1] = False
-    if not encoded.supervised.any():
-        tally.drop(_why_nothing(row, length), length)
-        return
-    windows = [slice(0, length)]
-    if length > limit:
-        policy = _policy(row, length, settings)
-        if policy == "drop":
-            tally.drop("over_long", length)
-            return
-        if policy == "split":
-            windows = [slice(start, start + limit) for start in range(0, length, limit)]
-        else:
-            windows = [
-                slice(0, limit) if settings.keep == "start" else slice(length - limit, length)
-            ]
-    kept = 0
-    for window in windows:
-        supervised = encoded.supervised[window].copy()
-        supervised[:1] = False
-        if supervised.any():
-            builder.append(encoded.input_ids[window], supervised, row_id)
-            kept += len(supervised)
-    if not kept:
-        tally.drop("supervised_tokens_cut_off", length)
-        return
-    tally.rows_kept += 1
-    tally.tokens_lost += length - kept
-    tally.split += len(windows) > 1
-    tally.truncated += length > limit and len(windows) == 1
-
-
-def _why_nothing(row: Row, length: int) -> str:
-    """Why no token of a row is learnt."""
-    if not length:
-        return "empty"
-    if isinstance(row, ChatRow) and all(m["role"] != "assistant" for m in row.messages):
-        return "no_assistant_message"
-    return "no_supervised_tokens"
-
-
-def _policy(row: Row, length: int, settings: ExampleSettings) -> OverLong:
-    if isinstance(row, TextRow) and row.whole_file:
-        return "split"
-    policy = settings.over_long
-    if policy == "raise" or (policy == "split" and isinstance(row, ChatRow | CompletionRow)):
-        why = "over_long is raise" if policy == "raise" else "only documents can be split"
-        raise UserError(
-            f"{row.source}: the row has {length:,} tokens, max_seq_length is "
-            f"{settings.max_seq_length:,}, and {why}; raise max_seq_length or set over_long to "
-            "truncate or drop"
-        )
-    return policy

@@ -5,7 +5,7 @@
 | `arguments.py`, `settings_help.py` | its settings, from YAML and command line; their help |
 | `config_schema.py` | JSON schema of files of settings |
 | `other_tools.py` | settings of other trainers, answered |
-| `data_settings.py` | those of them that say how rows become examples |
+| `data_settings.py`, `data_progress.py` | how rows become examples; how far that is |
 | `changes.py` | which of them a resumed run may have otherwise |
 | `checks.py` | what is checked before anything expensive |
 | `expert_products.py` | which kernels compute a mixture's products |
@@ -16,6 +16,7 @@
 | `folder.py`, `record.py`, `replaced.py`, `lock.py`, `writable.py` | the output folder |
 | `disk.py` | what a run will write there, against what is free |
 | `loop.py` | one run with everything checked |
+| `held_out.py`, `samples.py` | rows that are evaluated, what their losses decide; samples |
 | `saving.py` | when it saves, what becomes of that, and which checkpoints stay |
 | `learning_rate.py`, `optimizers.py` | its schedule; the optimizers by name |
 | `overview.py` | what is printed before it begins |

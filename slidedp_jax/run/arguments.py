@@ -22,6 +22,7 @@ import yaml
 
 from slidedp_jax.compilation_cache import AUTO
 from slidedp_jax.data.example_settings import Keep, LossOn, OverLong
+from slidedp_jax.data.row_order import checked_weights
 from slidedp_jax.errors import UserError
 from slidedp_jax.planner.optimizers import (
     WHOLE_PARAMETER_OPTIMIZERS as WHOLE_PARAMETER_OPTIMIZERS,
@@ -29,6 +30,7 @@ from slidedp_jax.planner.optimizers import (
 from slidedp_jax.planner.optimizers import OptimizerName
 from slidedp_jax.planner.stated_machine import Stated
 from slidedp_jax.planner.strategy import GradientRoute, WeightRoute
+from slidedp_jax.run.held_out import checked_metric
 from slidedp_jax.run.other_tools import CALLED_HERE, answer
 from slidedp_jax.state.weight_rounding import Rounding
 
@@ -78,7 +80,12 @@ class TrainArguments:
         None,
     )
 
-    validation_file: list[str] = _setting("data", "files whose loss is measured", [])
+    train_file_weights: list[float] = _setting(
+        "data", "passes over each file in an epoch, such as 2 0.5; one over all by default", []
+    )
+    validation_file: list[str] = _setting(
+        "data", "files whose loss is measured; name=file for one of its own", []
+    )
     max_seq_length: int = _setting("data", "tokens of a row", 2048)
     packing: bool = _setting("data", "several documents per row, isolated from each other", False)
     loss_on: LossOn = _setting("data", "auto, assistant, completion or all", "auto")
@@ -94,6 +101,12 @@ class TrainArguments:
     columns: dict[str, str] = _setting("data", "our field name -> name in the files, JSON", {})
     shuffle: bool = _setting("data", "a new order each epoch", True)
     data_seed: int | None = _setting("data", "of the order; the seed by default", None)
+    dataset_num_proc: int | Literal["auto"] = _setting(
+        "data", "processes that tokenise; auto: one for each core, of large files", "auto"
+    )
+    data_cache: str | None = _setting(
+        "data", "folder for tokenised rows, null for none; auto: user's cache, of large files", AUTO
+    )
 
     per_device_train_batch_size: int | Literal["auto"] = _setting(
         "training", "rows per device and micro batch; auto: the planner's", 1
@@ -199,6 +212,15 @@ class TrainArguments:
         "output", "keep those of its multiples as well, for good", None
     )
     save_best: bool = _setting("output", "keep that of the lowest held-out loss as well", False)
+    metric_for_best_model: str = _setting(
+        "output", "eval_loss, or eval_NAME_loss of a named validation_file", "eval_loss"
+    )
+    early_stopping_patience: int | None = _setting(
+        "output", "stop after so many evaluations without a better one; null: never", None
+    )
+    early_stopping_threshold: float = _setting(
+        "output", "by how much a better one has to be lower", 0.0
+    )
     stop_within: float | None = _setting(
         "output", "seconds from SIGTERM or SIGUSR1 until the process must have ended", None
     )
@@ -209,6 +231,9 @@ class TrainArguments:
         [],
     )
     eval_steps: int | None = _setting("output", "steps between evaluations; null: at the end", None)
+    eval_epochs: float | None = _setting(
+        "output", "epochs between evaluations, such as 0.25; beside eval_steps", None
+    )
     eval_at_start: bool = _setting("output", "the held-out loss before the first step, too", False)
     logging_steps: int = _setting("output", "steps between console lines", 1)
     report_to: list[str] = _setting(
@@ -230,8 +255,11 @@ class TrainArguments:
     export_rounding: Rounding | None = _setting(
         "output", "of an export in bfloat16: dither or nearest; null: as trained", None
     )
-    sample_prompts: list[str] = _setting("output", "greedy samples before and after", [])
+    sample_prompts: list[str] = _setting(
+        "output", "greedy samples before and after, in samples.jsonl", []
+    )
     sample_max_new_tokens: int = _setting("output", "length of the samples", 48)
+    sample_at_eval: bool = _setting("output", "samples at each evaluation as well", False)
 
     def __post_init__(self) -> None:
         size = self.per_device_train_batch_size
@@ -253,6 +281,7 @@ class TrainArguments:
         self._require("max_consecutive_skips", self.max_consecutive_skips >= 1, "at least 1")
         self._require("save_total_limit", self.save_total_limit >= 1, "at least 1")
         self._check_saving()
+        self._check_evaluation()
         self._require("num_train_epochs", 0 < self.num_train_epochs < math.inf, "positive")
         numbers = ("learning_rate", "weight_decay", "warmup_steps", "max_grad_norm", "z_loss_coef")
         more = ("lr_decay_steps", "router_aux_loss_coef", "router_z_loss_coef")
@@ -352,6 +381,33 @@ class TrainArguments:
         if self.save_best and not self.validation_file:
             raise UserError("save_best goes by the held-out loss; give a validation_file")
 
+    def _check_evaluation(self) -> None:
+        processes = self.dataset_num_proc
+        ok = processes == AUTO or (isinstance(processes, int) and processes >= 1)
+        self._require("dataset_num_proc", ok, "at least 1, or auto")
+        ok = self.eval_epochs is None or 0 < self.eval_epochs < math.inf
+        self._require("eval_epochs", ok, "positive, or null")
+        patience = self.early_stopping_patience
+        self._require("early_stopping_patience", patience is None or patience >= 1, "at least 1")
+        ok = 0 <= self.early_stopping_threshold < math.inf
+        self._require("early_stopping_threshold", ok, "a finite number, not negative")
+        checked_weights(self.train_file_weights, len(self.train_file))
+        checked_metric(self.metric_for_best_model, self.validation_file)
+        if patience is not None and not self.validation_file:
+            raise UserError(
+                "early_stopping_patience goes by the held-out loss; give a validation_file"
+            )
+        if patience is not None and self.eval_steps is None and self.eval_epochs is None:
+            raise UserError(
+                "early_stopping_patience counts evaluations, of which there is one, at the end; "
+                "give eval_steps or eval_epochs"
+            )
+
+    @property
+    def best_metric(self) -> str:
+        """Key of what decides which checkpoint is the best, and when to stop."""
+        return checked_metric(self.metric_for_best_model, self.validation_file)
+
     @property
     def clip(self) -> float | None:
         """The norm limit, None for no clipping."""
@@ -435,7 +491,10 @@ def convert(name: str, value: Any) -> Any:
         hint = next(option for option in options if typing.get_origin(option) is not Literal)
     origin = typing.get_origin(hint)
     if origin is list:
-        return [str(item) for item in (value if isinstance(value, list) else [value])]
+        items = value if isinstance(value, list) else [value]
+        if typing.get_args(hint) == (float,):
+            return [_plain(name, item, float) for item in items]
+        return [str(item) for item in items]
     if origin is dict:
         mapping = _mapping(name, _scalar(name, value))
         kind = typing.get_args(hint)[1]

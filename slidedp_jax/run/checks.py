@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import math
 import pathlib
 from collections.abc import Mapping
@@ -23,7 +24,9 @@ from slidedp_jax.planner.strategy import Strategy
 from slidedp_jax.planner.whole_updates import update_flops
 from slidedp_jax.pretrained import Pretrained, from_pretrained
 from slidedp_jax.run.arguments import STATED, WHOLE_PARAMETER_OPTIMIZERS, TrainArguments
-from slidedp_jax.run.data_settings import example_settings
+from slidedp_jax.run.data_progress import data_progress
+from slidedp_jax.run.data_settings import example_settings, num_processes, token_cache
+from slidedp_jax.run.held_out import held_out_sets
 from slidedp_jax.state.freezing import frozen_names
 from slidedp_jax.wording import counted
 
@@ -45,18 +48,18 @@ class RunInputs:
     Attributes:
       pretrained: the model's Hugging Face folder.
       source: the training rows.
-      evaluation: the rows of `validation_file`, if any.
+      evaluation: the rows of each set of `validation_file`, by its name.
       report: what became of the training files' rows.
-      evaluation_report: what became of the validation files' rows, if any.
+      evaluation_reports: what became of the validation files' rows, by their sets' names.
       num_steps: steps in all.
       first_step: steps that an earlier run has done.
     """
 
     pretrained: Pretrained
     source: BatchSource
-    evaluation: BatchSource | None
+    evaluation: Mapping[str, BatchSource]
     report: DataReport
-    evaluation_report: DataReport | None
+    evaluation_reports: Mapping[str, DataReport]
     num_steps: int
     first_step: int = 0
 
@@ -83,22 +86,22 @@ def load_inputs(
         pretrained.fetch_weights()
     check_patterns(args, _trained_shapes(args, pretrained.config))
     pretrained.check_router_losses(args.router_aux_loss_coef, args.router_z_loss_coef)
-    for path in (*args.train_file, *args.validation_file):
+    held_out = held_out_sets(args.validation_file)
+    for path in (*args.train_file, *(file for files in held_out.values() for file in files)):
         if not pathlib.Path(path).is_file():
             raise UserError(f"there is no file {path}; check train_file and validation_file")
     source, report = _rows(args, pretrained, num_devices, args.train_file)
     source.require_whole_step(report)
-    evaluation, evaluation_report = None, None
-    if args.validation_file:
-        evaluation, evaluation_report = _rows(
-            args, pretrained, num_devices, args.validation_file, like=source
-        )
+    loaded = {
+        name: _rows(args, pretrained, num_devices, files, like=source)
+        for name, files in held_out.items()
+    }
     return RunInputs(
         pretrained=pretrained,
         source=source,
-        evaluation=evaluation,
+        evaluation={name: rows for name, (rows, _) in loaded.items()},
         report=report,
-        evaluation_report=evaluation_report,
+        evaluation_reports={name: its_report for name, (_, its_report) in loaded.items()},
         num_steps=args.max_steps or source.num_steps(args.num_train_epochs),
     )
 
@@ -106,9 +109,8 @@ def load_inputs(
 def with_rows_per_step(args: TrainArguments, inputs: RunInputs, num_devices: int) -> RunInputs:
     """The same data in steps of the size that the settings say, from its beginning."""
     size = _step_size(args, num_devices)
-    for source in (inputs.source, inputs.evaluation):
-        if source is not None:
-            source.resize(size)
+    for source in (inputs.source, *inputs.evaluation.values()):
+        source.resize(size)
     return replace(
         inputs, num_steps=args.max_steps or inputs.source.num_steps(args.num_train_epochs)
     )
@@ -138,15 +140,22 @@ def _rows(
     documents than attention has room for.
     """
     all_rows = {} if like is None else {"max_rows": None}
-    return pretrained.rows(
-        files,
-        rows_per_step=_step_size(args, num_devices),
-        packing=args.packing,
-        most_documents_per_row=None if like is None else like.documents_per_row,
-        shuffle=args.shuffle and like is None,
-        seed=args.seed if args.data_seed is None else args.data_seed,
-        **vars(example_settings(args)) | all_rows,
-    )
+    what = counted(len(files), "file") if len(files) > 1 else pathlib.Path(files[0]).name
+    with data_progress(what) as progress:
+        return pretrained.rows(
+            files,
+            rows_per_step=_step_size(args, num_devices),
+            packing=args.packing,
+            most_documents_per_row=None if like is None else like.documents_per_row,
+            shuffle=args.shuffle and like is None,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            file_weights=args.train_file_weights if like is None else None,
+            num_proc=num_processes(args),
+            cache=token_cache(args, files),
+            progress=progress,
+            say=functools.partial(print, flush=True),
+            **vars(example_settings(args)) | all_rows,
+        )
 
 
 _CHOICES = (
@@ -356,8 +365,13 @@ def setting_notes(inputs: RunInputs, args: TrainArguments) -> list[str]:
         )
     if args.learning_rate == 0:
         notes.append("learning_rate is 0: nothing is learnt")
-    if args.eval_steps is not None and not args.validation_file:
-        notes.append("eval_steps without validation_file: nothing is evaluated")
+    notes += [
+        f"{name} without validation_file: nothing is evaluated"
+        for name in ("eval_steps", "eval_epochs")
+        if getattr(args, name) is not None and not args.validation_file
+    ]
+    if args.sample_at_eval and not (args.validation_file and args.sample_prompts):
+        notes.append("sample_at_eval needs sample_prompts and validation_file: nothing is sampled")
     if args.profiled is not None and args.profiled[1] <= inputs.first_step:
         notes.append(f"profile_steps {args.profile_steps} are done already: nothing is traced")
     elif args.profiled is not None and args.profiled[0] > inputs.num_steps:

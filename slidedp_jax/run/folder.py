@@ -66,6 +66,11 @@ class RunFolder:
         return self.root / "metrics.jsonl"
 
     @property
+    def samples(self) -> pathlib.Path:
+        """One JSON object per sample."""
+        return self.root / "samples.jsonl"
+
+    @property
     def export(self) -> pathlib.Path:
         """The trained model as a Hugging Face folder."""
         return self.root / "export"
@@ -112,8 +117,9 @@ class RunFolder:
         self.lock.release()
 
     def drop_metrics_after(self, step: int) -> None:
-        """Forget logged steps that the resumed run will take again."""
+        """Forget logged steps that the resumed run will take again, and their samples."""
         drop_after(self.metrics, step)
+        drop_after(self.samples, step)
 
 
 def open_run_folder(args: TrainArguments) -> RunFolder:

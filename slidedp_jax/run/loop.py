@@ -16,7 +16,6 @@ import numpy as np
 
 import slidedp_jax
 from slidedp_jax.checkpoint.record import ROUNDING
-from slidedp_jax.generate import encode_prompt, generate
 from slidedp_jax.interrupts import StopAtSignal
 from slidedp_jax.planner.hardware import size_text
 from slidedp_jax.planner.report import plan_as_dict
@@ -32,8 +31,14 @@ from slidedp_jax.run.export import export_run, export_text
 from slidedp_jax.run.folder import RunFolder
 from slidedp_jax.run.forecast import Forecast
 from slidedp_jax.run.hardware_profile import profile_record
+from slidedp_jax.run.held_out import (
+    evaluations_without_gain,
+    losses_line,
+    losses_record,
+    rows_fingerprint,
+)
 from slidedp_jax.run.learning_rate import learning_rate
-from slidedp_jax.run.metrics_file import EVALUATED_ROWS, MetricsFile, has_evaluation
+from slidedp_jax.run.metrics_file import EVALUATED_ROWS, MetricsFile, evaluated, has_evaluation
 from slidedp_jax.run.optimizers import make_optimizer
 from slidedp_jax.run.overview import step_seconds
 from slidedp_jax.run.profile import Profile
@@ -41,6 +46,7 @@ from slidedp_jax.run.progress import LoadProgress, Progress
 from slidedp_jax.run.record import IN_CHECKPOINT, essential
 from slidedp_jax.run.resume import Resumption, planned_for, rounding_to_begin_with, xla_flags
 from slidedp_jax.run.same_inputs import base_model_name, fingerprints
+from slidedp_jax.run.samples import Samples
 from slidedp_jax.run.saving import Saves
 from slidedp_jax.run.step_lanes import lane_seconds
 from slidedp_jax.run.trackers import make_tools
@@ -87,9 +93,10 @@ class Run:
             plan,
             folder.checkpoints,
             metrics=folder.metrics,
-            held_out_rows=None if inputs.evaluation is None else self._held_out_rows(),
+            held_out_rows=self._held_out_rows() if inputs.evaluation else None,
             saved=folder.succeeded,
         )
+        self._samples = Samples(args, inputs.pretrained.tokenizer, folder.samples)
 
     @property
     def _exports(self) -> bool:
@@ -119,8 +126,11 @@ class Run:
             asked = self._inputs.num_steps
             print(f"already complete: {first_step} steps are done, {asked} are asked for")
             return self._finish(trainer, complete=True)
+        if (why := self._nothing_gained(first_step)) is not None:
+            print(why, flush=True)
+            return self._finish(trainer, complete=True)
         if first_step == 0:
-            self._sample(trainer, "before training")
+            self._samples.take(trainer, "before training", functools.partial(print, flush=True))
         with self._stop.when_ready(
             "stopping after this step; a checkpoint is written (once more: at once)"
         ):
@@ -214,6 +224,11 @@ class Run:
                 if self._evaluation_due(step, num_steps):
                     with progress.doing("evaluating"):
                         self._evaluate(trainer, step, progress.write, progress.say)
+                    if not last and (why := self._nothing_gained(step)) is not None:
+                        progress.say(why)
+                        if args.save_at_end and self._saves.step != step:
+                            self._save(trainer, progress, last=True, waits=True)
+                        break
             self._finish_saves(progress)
             return True
         except BaseException as error:
@@ -276,12 +291,29 @@ class Run:
         progress.say(found.describe(measured=self._args.hardware_profile is not None))
 
     def _evaluation_due(self, step: int, num_steps: int) -> bool:
-        if self._inputs.evaluation is None:
+        if not self._inputs.evaluation:
             return False
         if step == 0:
             return self._args.eval_at_start
-        every = self._args.eval_steps
-        return step == num_steps or (every is not None and step % every == 0)
+        every, epochs = self._args.eval_steps, self._args.eval_epochs
+        by_steps = every is not None and step % every == 0
+        by_epochs = epochs is not None and self._inputs.source.has_passed(epochs)
+        return step == num_steps or by_steps or by_epochs
+
+    def _nothing_gained(self, step: int) -> str | None:
+        """Why training stops early, if it does after this step."""
+        args = self._args
+        if args.early_stopping_patience is None or not self._inputs.evaluation or not step:
+            return None
+        found = evaluated(self._folder.metrics, self._held_out_rows(), args.best_metric)
+        values = ((at, value) for at, value in found.items() if at <= step)
+        without, best = evaluations_without_gain(values, args.early_stopping_threshold)
+        if without < args.early_stopping_patience:
+            return None
+        return (
+            f"stopping early at step {step}: {counted(without, 'evaluation')} without a lower "
+            f"{args.best_metric}, the best of step {best}"
+        )
 
     def _evaluate_what_was_missed(self, trainer: Trainer, step: int) -> None:
         """Before the first step; after a signal, a kill, or with rows not measured so far."""
@@ -301,8 +333,7 @@ class Run:
             metrics.close()
 
     def _held_out_rows(self) -> str:
-        assert self._inputs.evaluation is not None
-        return str(self._inputs.evaluation.state()["data"])
+        return rows_fingerprint(self._inputs.evaluation)
 
     def _evaluate(
         self,
@@ -311,20 +342,22 @@ class Run:
         write: Callable[[dict[str, Any]], None],
         say: Callable[[str], None],
     ) -> None:
-        """Mean loss of the supervised tokens of all held-out rows."""
-        assert self._inputs.evaluation is not None
+        """Mean loss of the supervised tokens of each set of held-out rows."""
         start = time.perf_counter()
-        batches = self._inputs.evaluation.one_epoch()
-        loss, count = trainer.evaluate(batch.arrays for batch in batches)
+        losses = {
+            name: trainer.evaluate(batch.arrays for batch in rows.one_epoch())
+            for name, rows in self._inputs.evaluation.items()
+        }
         record = {
             "step": step,
-            "eval_loss": loss,
-            "eval_supervised_tokens": count,
+            **losses_record(losses),
             "eval_runtime": time.perf_counter() - start,
             EVALUATED_ROWS: self._held_out_rows(),
         }
         write(record)
-        say(f"step {step}: held-out loss {loss:.4f} over {count} tokens")
+        say(losses_line(step, losses))
+        if self._args.sample_at_eval:
+            self._samples.take(trainer, f"at step {step}", say)
 
     def _save(self, trainer: Trainer, progress: Progress, *, last: bool, waits: bool) -> None:
         """Write a checkpoint; a `last` one that fails leaves the weights to the export."""
@@ -362,7 +395,7 @@ class Run:
         if not complete:
             print(f"stopped at step {trainer.step_count}; the same command goes on from there")
             return self._stop.exit_code
-        self._sample(trainer, "after training")
+        self._samples.take(trainer, "after training", functools.partial(print, flush=True))
         if self._exports:
             export_run(
                 trainer,
@@ -384,26 +417,10 @@ class Run:
         )
         return EXIT_FAILED
 
-    def _sample(self, trainer: Trainer, when: str) -> None:
-        """Greedy completions of the sample prompts, on the console."""
-        prompts, tokenizer = self._args.sample_prompts, self._inputs.pretrained.tokenizer
-        if not prompts or tokenizer is None:
-            return
-
-        outputs = generate(
-            trainer,
-            [encode_prompt(tokenizer, prompt) for prompt in prompts],
-            max_new_tokens=self._args.sample_max_new_tokens,
-            stop_ids=tokenizer.stop_ids,
-        )
-        for prompt, output in zip(prompts, outputs, strict=True):
-            text = tokenizer.decode(output, skip_special_tokens=True)
-            print(f"sample {when}: {prompt!r} -> {text!r}", flush=True)
-
     def _summary(self, trainer: Trainer) -> None:
         places = self._tokens_seen + self._padding_seen
         print(
-            f"done: {counted(self._inputs.num_steps, 'step')}, {self._tokens_seen:,} tokens seen; "
+            f"done: {counted(trainer.step_count, 'step')}, {self._tokens_seen:,} tokens seen; "
             f"padding took {self._padding_seen / max(1, places):.0%} of the rows"
         )
         timed = self._timed[1:] or self._timed
@@ -422,6 +439,11 @@ class Run:
         if peak is not None:
             print(f"  device peak {peak:.1f} GiB, predicted {predicted:.1f} GiB")
         print(f"  checkpoints: {self._folder.checkpoints}")
+        if (best := self._saves.best) is not None:
+            print(
+                f"  best:        {best} by {self._args.best_metric}; as a model: slidedp export "
+                f"{best} NEW"
+            )
         print(f"  metrics:     {self._folder.metrics}")
         if self._exports:
             how = export_text(trainer.weight_rounding, self._args)

@@ -96,24 +96,39 @@ def has_evaluation(path: pathlib.Path, step: int, rows: str) -> bool:
     )
 
 
-def best_evaluated(path: pathlib.Path, steps: Collection[int], rows: str) -> int | None:
-    """Of these steps, that with the lowest held-out loss; None where none was evaluated.
+def best_evaluated(
+    path: pathlib.Path, steps: Collection[int], rows: str, metric: str = "eval_loss"
+) -> int | None:
+    """Of these steps, that with the lowest figure; None where none was evaluated.
 
     Args:
       path: the file; it need not exist.
       steps: to choose from.
       rows: fingerprint of the rows.
+      metric: key of the figure.
+    """
+    found = evaluated(path, rows, metric)
+    values = [(value, step) for step, value in found.items() if step in steps and value is not None]
+    return min(values)[1] if values else None
+
+
+def evaluated(path: pathlib.Path, rows: str, metric: str = "eval_loss") -> dict[int, float | None]:
+    """Step -> a figure of its evaluation of these rows; None where that is not finite.
+
+    Args:
+      path: the file; it need not exist.
+      rows: fingerprint of the rows.
+      metric: key of the figure.
     """
     if not path.exists():
-        return None
+        return {}
     lines = path.read_bytes().decode(errors="replace").splitlines()
-    records = [json.loads(line) for line in lines if _step_of(line) in steps]
-    losses = [
-        (record["eval_loss"], record["step"])
+    records = [json.loads(line) for line in lines if _step_of(line) is not None]
+    return {
+        record["step"]: record[metric]
         for record in records
-        if record.get("eval_loss") is not None and record.get(EVALUATED_ROWS, rows) == rows
-    ]
-    return min(losses)[1] if losses else None
+        if metric in record and record.get(EVALUATED_ROWS, rows) == rows
+    }
 
 
 def losses_of_steps(path: pathlib.Path) -> dict[int, dict[str, float]]:

@@ -69,6 +69,13 @@ _CALLED: _Table = (
     ("save_steps", "checkpoint_interval save_interval checkpoint_every save_every"),
     ("eval_steps", "eval_interval eval_every"),
     ("eval_at_start", "eval_on_start"),
+    ("early_stopping_patience", "early_stopping_steps early_stopping"),
+    ("train_file_weights", "interleave_probs dataset_weights sampling_weights data_weights"),
+    (
+        "dataset_num_proc",
+        "preprocessing_num_workers dataset_processes num_proc num_workers preprocessing_num_proc",
+    ),
+    ("data_cache", "dataset_prepared_path tokenized_path data_cache_dir"),
     ("logging_steps", "log_every_n_steps log_interval steps_per_print"),
     ("num_devices", "n_gpu n_gpus num_gpus num_processes nproc_per_node world_size"),
     ("devices", "gpu_ids cuda_visible_devices visible_devices"),
@@ -184,14 +191,13 @@ _ANSWERS: _Table = (
         "neptune_*",
     ),
     (
-        "nothing stops early and no other weights are loaded at the end: `save_best` keeps the "
-        "checkpoint with the lowest eval_loss (`eval_steps`), which can be exported",
-        "load_best_model_at_end metric_for_best_model greater_is_better early_stopping_patience "
-        "early_stopping_steps early_stopping_threshold early_stopping",
+        "no other weights are loaded at the end: `save_best` keeps the checkpoint with the lowest "
+        "`metric_for_best_model` (smaller is better), which can be exported",
+        "load_best_model_at_end greater_is_better",
     ),
     (
-        "saving and evaluation go by steps: `save_steps` (null: only the end, with "
-        "`save_at_end`), `eval_steps` (null: at the end)",
+        "saves go by steps: `save_steps` (null: only the end, with `save_at_end`); evaluation by "
+        "`eval_steps` or `eval_epochs` (1 for each epoch, 0.25 for four times; null: at the end)",
         "save_strategy eval_strategy evaluation_strategy logging_strategy saves_per_epoch "
         "evals_per_epoch eval_delay logging_first_step do_eval checkpointing_steps "
         "save_every_epoch",
@@ -217,17 +223,16 @@ _ANSWERS: _Table = (
         "dataset_test_split eval_on_each_dataset",
     ),
     (
-        "rows are read and tokenised at the start, on all cores, and held in memory as ids; there "
-        "are no workers, streams or caches to set",
-        "streaming buffer_size dataset_num_proc preprocessing_num_workers dataset_processes "
-        "preprocessing_batch_size num_proc num_workers overwrite_cache tokenized_path "
-        "dataset_prepared_path skip_prepare_dataset dataset_kwargs dataset_keep_in_memory "
-        "dataset_shard_num dataset_shard_idx data_cache_dir dataloader_*",
+        "rows are tokenised once, block by block, and memory-mapped from `data_cache`, where they "
+        "are found by their contents: nothing needs streaming, and nothing there has to be "
+        "overwritten (null keeps none)",
+        "streaming buffer_size preprocessing_batch_size overwrite_cache skip_prepare_dataset "
+        "dataset_kwargs dataset_keep_in_memory dataset_shard_num dataset_shard_idx dataloader_*",
     ),
     (
-        "rows of all files are mixed by one seeded order (`shuffle`, `data_seed`); weights are "
-        "given by how often a row is in the files",
-        "mix_strategy interleave_probs curriculum_sampling dataset_exact_deduplication",
+        "rows of all files are mixed by one seeded order (`shuffle`, `data_seed`); "
+        "`train_file_weights` says how often an epoch takes each file",
+        "mix_strategy curriculum_sampling dataset_exact_deduplication",
     ),
     (
         "padded rows get the smallest of a few widths; `packing` leaves no padding, with "

@@ -73,18 +73,16 @@ def data_details(inputs: RunInputs) -> str:
     tokenizer = inputs.pretrained.tokenizer
     shown = functools.partial(account, tokenizer=tokenizer, columns=columns_of(sys.stdout))
     reports = [shown(inputs.source.examples, inputs.report)]
-    if inputs.evaluation is not None and inputs.evaluation_report is not None:
-        held_out = shown(inputs.evaluation.examples, inputs.evaluation_report)
-        reports.append(f"for evaluation\n{held_out}")
+    for name, report in inputs.evaluation_reports.items():
+        held_out = shown(inputs.evaluation[name].examples, report)
+        reports.append(f"for evaluation{f', {name}' if name else ''}\n{held_out}")
     return "\n".join(reports) + "\n"
 
 
 def _data_notes(inputs: RunInputs) -> list[str]:
     """What is worth knowing of the rows even where their report is not printed."""
     found = []
-    for report in (inputs.report, inputs.evaluation_report):
-        if report is None:
-            continue
+    for report in (inputs.report, *inputs.evaluation_reports.values()):
         if report.dropped:
             first = f" (the first: {report.bad_rows[0]})" if report.bad_rows else ""
             found.append(f"rows dropped from {_files(report)}: {report.drops}{first}")
@@ -147,10 +145,28 @@ def _data(args: TrainArguments, inputs: RunInputs) -> str:
     rows = f"{report.rows_kept:,} of {rows}" if report.rows_dropped else rows
     packed = f", packed into {inputs.source.num_rows:,}" if args.packing else ""
     text = f"{rows}{packed}, {short_count(report.num_tokens)} tokens, {share:.0f} % supervised"
+    text += f", padding {inputs.source.padding_share:.1%} of the rows{_mix(inputs)}"
     text += f"; {epochs_note(inputs, args)}"
-    if inputs.evaluation_report is not None:
-        text += f"; held out: {counted(inputs.evaluation_report.rows_kept, 'row')}"
+    if inputs.evaluation_reports:
+        text += f"; held out: {_held_out(inputs)}"
     return text
+
+
+def _mix(inputs: RunInputs) -> str:
+    """What an epoch has of each file, where those have weights."""
+    total = max(1, inputs.source.num_rows)
+    parts = [
+        f"{pathlib.Path(file).name} {rows / total:.0%} of rows, {tokens:.0%} of tokens"
+        for file, (rows, tokens) in zip(inputs.report.files, inputs.source.mix, strict=False)
+    ]
+    return f"; an epoch takes {', '.join(parts)}" if parts else ""
+
+
+def _held_out(inputs: RunInputs) -> str:
+    reports = inputs.evaluation_reports
+    rows = sum(report.rows_kept for report in reports.values())
+    names = [f"{name} {report.rows_kept:,}" for name, report in reports.items() if name]
+    return counted(rows, "row") + (f" ({', '.join(names)})" if names else "")
 
 
 def _memory(plan: Plan, disk: RunDisk) -> str:

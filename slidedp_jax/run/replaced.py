@@ -11,7 +11,7 @@ import shutil
 
 from slidedp_jax.whole_files import remove_whole, sync_folder
 
-FILES = ("run.json", "metrics.jsonl")
+FILES = ("run.json", "metrics.jsonl", "samples.jsonl")
 FOLDERS = ("checkpoints", "export", "export_ema")
 
 

@@ -151,18 +151,23 @@ class Saves:
         self.step = step
         try:
             self._saved()
-            errors = self._retention.apply(self._folder, self._best())
+            errors = self._retention.apply(self._folder, self._stays())
         except OSError as error:
             errors = [error]
         for why in errors:
             progress.say(f"what need not stay cannot be deleted: {why}")
 
-    def _best(self) -> Collection[int]:
+    @property
+    def best(self) -> pathlib.Path | None:
+        """The best checkpoint there is, of those whose weights were evaluated."""
         if not self._args.save_best or self._rows is None:
-            return ()
-        steps = [step_of(path) for path in list_steps(self._folder)]
-        best = best_evaluated(self._metrics, steps, self._rows)
-        return () if best is None else (best,)
+            return None
+        paths = {step_of(path): path for path in list_steps(self._folder)}
+        best = best_evaluated(self._metrics, list(paths), self._rows, self._args.best_metric)
+        return None if best is None else paths[best]
+
+    def _stays(self) -> Collection[int]:
+        return () if (best := self.best) is None else (step_of(best),)
 
     def _buffer_bytes(self, state_bytes: int) -> int:
         """What was stated, or what the plan leaves and is free; what a save takes is planned."""

@@ -16,6 +16,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from safetensors.numpy import save_file
 
+from slidedp_jax.data import Examples, ExamplesBuilder
 from slidedp_jax.train import main
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -184,3 +185,12 @@ def tree_of(folder: pathlib.Path) -> dict[str, tuple[int, bytes]]:
         for path in folder.rglob("*")
         if path.is_file()
     }
+
+
+def made_up_rows(count: int) -> Examples:
+    """Examples of a few tokens each, for a `BatchSource`."""
+    builder = ExamplesBuilder()
+    for row in range(count):
+        ids = np.full(3 + row % 5, row, np.int32)
+        builder.append(ids, np.arange(len(ids)) > 0, row)
+    return builder.finish([count])

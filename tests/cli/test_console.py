@@ -61,7 +61,7 @@ def test_five_lines_come_before_the_first_step(shown):
     assert "48 rows" in data and "6 steps of 3 rows" in data
     assert re.search(r"6 steps of [\d.]+ s, about [\d.]+ s", time)
     assert "checkpoint at the end, no" in output
-    assert not any("layers_per_chunk" in line or "lane" in line for line in lines)
+    assert not any("layers_per_chunk" in line or "lane" in line for line in unbroken(lines))
 
 
 def test_the_bar_keeps_step_loss_and_time_on_one_line_of_80_columns(shown):
@@ -90,7 +90,7 @@ def test_the_whole_plan_is_in_run_json_dry_run_and_verbose(shown, inputs, tmp_pa
     settings = {"max_steps": 2, "save_at_end": False, "save_steps": "null"}
     for whole in ({"dry_run": True}, {"verbose": True}, {}):
         assert main(inputs.command(tmp_path / f"{whole}", **settings, **whole)) == 0
-        said = capsys.readouterr().out
+        said = "\n".join(unbroken(capsys.readouterr().out.splitlines()))
         assert ("layers_per_chunk " in said) == bool(whole)
         assert ("lengths  " in said) == bool(whole)
         assert [line.split()[0] for line in said.splitlines() if line[:9].strip() in NAMES][

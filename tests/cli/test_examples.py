@@ -1,4 +1,4 @@
-"""The files in docs/examples/: each fits the schema and is planned, by its own words, for its machine.
+"""The files in docs/examples/: each fits the schema and is planned for the machine that it names.
 
 The model folder is made on the spot: its config.json has the true shapes, its tokenizer is of
 bytes, and a dry run needs no weights.

@@ -342,13 +342,19 @@ def test_columns_that_change_type_over_many_rows(load):
     assert report.rows_kept == 2000 and examples.row_ids.tolist() == list(range(2000))
 
 
-def test_max_rows_and_progress(tokenizer_folder, write_rows):
+def test_max_rows_and_progress(tokenizer_folder, write_rows, monkeypatch):
+    monkeypatch.setattr("slidedp_jax.data.records.BLOCK_BYTES", 100 * len('{"text": "abc"}\n'))
     seen = []
     path = write_rows([{"text": "abc"}] * 300)
-    settings = ExampleSettings(max_seq_length=8, max_rows=200)
+    settings = ExampleSettings(max_seq_length=8, max_rows=240)
     tokenizer = load_tokenizer(tokenizer_folder)
-    examples, _ = load_examples([path], tokenizer, settings, progress=seen.append)
-    assert len(examples) == 200 and seen == [128, 200]
+
+    def progress(rows, share):
+        seen.append((rows, round(share, 3)))
+
+    examples, _ = load_examples([path], tokenizer, settings, progress=progress)
+    assert len(examples) == 240 and examples.file_rows == (240,)
+    assert seen == [(100, 0.417), (200, 0.833), (240, 1.0)]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,190 @@
+"""Evaluation as people use it: named sets, by epochs, stopping early, samples beside it."""
+
+import json
+import math
+
+import pytest
+from runs import metrics, write_rows
+from test_held_out_rows import evaluations
+
+from slidedp_jax.checkpoint.retention import list_steps, step_of
+from slidedp_jax.data import BatchSource
+from slidedp_jax.errors import UserError
+from slidedp_jax.run.arguments import parse_arguments
+from slidedp_jax.run.held_out import (
+    checked_metric,
+    evaluations_without_gain,
+    held_out_sets,
+    losses_line,
+    losses_record,
+    perplexity,
+    rows_fingerprint,
+)
+from slidedp_jax.run.metrics_file import best_evaluated
+
+
+def test_files_get_names_by_what_stands_before_the_equals_sign(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "odd=name.jsonl").write_text("{}")
+    words = ["a.jsonl", "code=c.jsonl", "odd=name.jsonl", "code=x=y.jsonl", "/b c=d.jsonl"]
+    assert held_out_sets(words) == {
+        "": ["a.jsonl", "odd=name.jsonl", "/b c=d.jsonl"],
+        "code": ["c.jsonl", "x=y.jsonl"],
+    }
+
+
+def test_the_loss_of_all_sets_is_that_of_all_tokens():
+    record = losses_record({"": (1.0, 10), "code": (2.5, 30)})
+    assert record["eval_loss"] == pytest.approx((10 + 75) / 40)
+    assert record["eval_perplexity"] == pytest.approx(math.exp(85 / 40))
+    assert record["eval_code_perplexity"] == math.exp(2.5) and record["eval_code_loss"] == 2.5
+    assert record["eval_supervised_tokens"] == 40 and "eval__loss" not in record
+    assert losses_record({"code": (0.1, 3)})["eval_loss"] == 0.1
+    assert perplexity(1e4) == math.inf and math.isnan(perplexity(math.nan))
+    line = losses_line(3, {"": (1.0, 10), "code": (2.5, 30)})
+    assert line.startswith("step 3: held-out loss 2.1250 over 40 tokens, perplexity 8.373; files")
+    assert line.endswith("without a name 1.0000 (2.718); code 2.5000 (12.18)")
+
+
+def test_evaluations_without_gain_by_hand():
+    def without(*values, threshold=0.0):
+        return evaluations_without_gain(enumerate(values), threshold)
+
+    assert without() == (0, None)
+    assert without(3.0, 2.0, 2.0, 2.5) == (2, 1)
+    assert without(3.0, 2.9, 2.85, threshold=0.2) == (2, 0)
+    assert without(3.0, None, 2.0) == (0, 2) and without(3.0, None) == (1, 0)
+    assert without(None, None) == (2, None)
+    assert evaluations_without_gain([(9, 1.0), (3, 2.0)], 0.0) == (0, 9)
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["--metric_for_best_model", "accuracy"], "evaluations give eval_loss, eval_perplexity"),
+        (["--metric_for_best_model", "eval_b_loss"], "eval_a_loss, eval_a_perplexity"),
+        (["--early_stopping_patience", "0", "--eval_steps", "1"], "at least 1"),
+        (["--early_stopping_patience", "2"], "give eval_steps or eval_epochs"),
+        (["--eval_epochs", "0"], "eval_epochs is 0.0; it must be positive"),
+        (["--early_stopping_threshold", "-1"], "not negative"),
+        (["--train_file_weights", "1", "2"], "2 file weights for 1 files"),
+        (["--train_file_weights", "x"], "a number is expected"),
+        (["--dataset_num_proc", "0"], "at least 1, or auto"),
+    ],
+)
+def test_settings_are_checked(words, what):
+    base = ["--model_name_or_path", "m", "--train_file", "t", "--output_dir", "o"]
+    with pytest.raises(UserError, match=what):
+        parse_arguments([*base, "--validation_file", "a=x", *words])
+
+
+def test_early_stopping_needs_rows():
+    base = ["--model_name_or_path", "m", "--train_file", "t", "--output_dir", "o"]
+    with pytest.raises(UserError, match="give a validation_file"):
+        parse_arguments([*base, "--early_stopping_patience", "1"])
+
+
+def test_the_metric_may_lack_its_beginning():
+    assert checked_metric("loss", []) == "eval_loss"
+    assert checked_metric("a_loss", ["a=x"]) == "eval_a_loss"
+
+
+def test_the_best_step_goes_by_the_metric(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    records = [
+        {"step": 2, "eval_loss": 1.0, "eval_a_loss": 5.0},
+        {"step": 4, "eval_loss": 2.0, "eval_a_loss": 4.0},
+        {"step": 6, "eval_loss": 0.5, "eval_a_loss": None},
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert best_evaluated(path, [2, 4, 6], "rows") == 6
+    assert best_evaluated(path, [2, 4, 6], "rows", "eval_a_loss") == 4
+    assert best_evaluated(path, [2, 4, 6], "rows", "eval_b_loss") is None
+
+
+def test_which_steps_end_a_part_of_the_data():
+    from runs import made_up_rows
+
+    source = BatchSource(made_up_rows(10), max_seq_length=16, step_size=4)
+
+    def passed(epochs):
+        source.restore({**source.state(), "epoch": 0, "next_row": 0})
+        assert not source.has_passed(epochs)
+        found = []
+        for step in range(1, 8):
+            next(source)
+            if source.has_passed(epochs):
+                found.append(step)
+        return found
+
+    assert passed(1) == [3, 6]  # steps of 4, 4 and 2 rows
+    assert passed(0.5) == [2, 3, 5, 6]
+    assert passed(1.5) == [5]
+    assert passed(0.1) == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_sets_are_told_apart_and_samples_are_taken_at_each_evaluation(inputs, tmp_path, capsys):
+    """48 rows, 24 a step: two steps an epoch."""
+    few = write_rows(tmp_path / "few.jsonl", 9)
+    settings = {"validation_file": [inputs.rows, f"few={few}"], "eval_epochs": 1, "max_steps": 4}
+    settings |= {"sample_prompts": ["row"], "sample_max_new_tokens": 3, "sample_at_eval": True}
+    settings |= {"save_best": True, "metric_for_best_model": "eval_few_loss", "save_steps": 2}
+    inputs.train(out := tmp_path / "out", **settings, save_total_limit=1)
+    records = evaluations(out)
+    assert [record["step"] for record in records] == [2, 4]
+    for record in records:
+        few_tokens = record["eval_few_supervised_tokens"]
+        others = record["eval_supervised_tokens"] - few_tokens
+        assert 0 < few_tokens < others
+        assert record["eval_perplexity"] == pytest.approx(math.exp(record["eval_loss"]))
+        assert record["eval_few_perplexity"] == pytest.approx(math.exp(record["eval_few_loss"]))
+        assert record["eval_few_loss"] != record["eval_loss"]
+    samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    assert [(s["step"], s["prompt"]) for s in samples] == [(0, "row"), (2, "row"), (4, "row")]
+    printed = capsys.readouterr().out
+    assert "held out: 57 rows (few 9)" in printed and "; few " in printed
+    best = min(records, key=lambda record: record["eval_few_loss"])["step"]
+    assert f"step_{best:08d} by eval_few_loss" in printed.split("  best:")[1].splitlines()[0]
+    assert best in map(step_of, list_steps(out / "checkpoints"))
+
+
+def test_training_stops_early_stays_so_and_goes_on_with_more_patience(inputs, tmp_path, capsys):
+    """Without a learning rate nothing gets better: the first evaluation is the best."""
+    settings = {"validation_file": inputs.rows, "eval_steps": 1, "learning_rate": 0}
+    settings |= {"early_stopping_patience": 2, "max_steps": 9}
+    inputs.train(out := tmp_path / "out", **settings)
+    assert [record["step"] for record in metrics(out)] == [1, 2, 3]
+    printed = capsys.readouterr().out
+    assert "stopping early at step 3: 2 evaluations without a lower eval_loss" in printed
+    assert "the best of step 1" in printed
+    assert "done: 3 steps" in printed
+    inputs.train(out, **settings)
+    assert [record["step"] for record in metrics(out)] == [1, 2, 3]
+    assert "stopping early at step 3" in capsys.readouterr().out
+    inputs.train(out, **settings | {"early_stopping_patience": 3})
+    assert [record["step"] for record in metrics(out)] == [1, 2, 3, 4]
+
+
+def test_a_run_with_weights_is_not_continued_without(inputs, tmp_path, capsys):
+    few = write_rows(tmp_path / "few.jsonl", 8)
+    settings = {"train_file": [inputs.rows, few], "train_file_weights": ["0.5", "3"]}
+    inputs.train(out := tmp_path / "out", **settings, max_steps=1)
+    assert "50% of rows" in capsys.readouterr().out
+    with pytest.raises(AssertionError):
+        inputs.train(out, **settings | {"train_file_weights": ["1", "3"]}, max_steps=2)
+    assert "train_file_weights was [0.5, 3.0], now [1.0, 3.0]" in capsys.readouterr().err
+    inputs.train(out, **settings, max_steps=2)
+    rows = [row for record in metrics(out) for row in record["row_ids"]]
+    assert len(rows) == 48 and all(rows.count(row) == 3 for row in range(48, 56))
+
+
+def test_held_out_rows_are_known_by_names_and_content(inputs):
+    from runs import made_up_rows
+
+    one, other = (BatchSource(made_up_rows(n), max_seq_length=16, step_size=4) for n in (5, 6))
+    assert rows_fingerprint({"": one}) == one.state()["data"]
+    found = {
+        rows_fingerprint(sets)
+        for sets in ({"": one}, {"a": one}, {"b": one}, {"a": other}, {"a": one, "b": other})
+    }
+    assert len(found) == 5
