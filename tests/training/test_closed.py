@@ -1,6 +1,7 @@
 """A closed trainer says so, whatever it is asked."""
 
 import contextlib
+import dataclasses
 import importlib
 import inspect
 import pathlib
@@ -18,6 +19,7 @@ from slidedp_jax import Trainer, UserError
 from slidedp_jax.models import decoder
 from slidedp_jax.run.arguments import TrainArguments
 from slidedp_jax.run.folder import RunFolder
+from slidedp_jax.run.samples import Samples
 from slidedp_jax.run.saving import Saves
 from slidedp_jax.step.passes import Passes
 
@@ -76,6 +78,7 @@ TAKING_ONE = {
     "slidedp_jax.run.export.export_run": lambda f, it: f(
         it, FOLDER, pretrained(), ARGUMENTS, run={}, tokens_seen=0
     ),
+    "slidedp_jax.run.samples.Samples.take": lambda f, it: f(samples(), it, "at step 1", print),
     "slidedp_jax.run.saving.Saves.save": lambda f, it: f(saves(), it, {}, QUIET, waits=True),
 }
 """Public functions with a parameter of type `Trainer`."""
@@ -86,6 +89,14 @@ STILL_THERE = {"close", "finish_save", "__exit__", "__init__"}
 def pretrained():
     fields = {"folder": None, "config": CONFIG, "tokenizer": None}
     return slidedp_jax.Pretrained(**fields)
+
+
+def samples():
+    words = types.SimpleNamespace(
+        chat_templates={}, stop_ids=(), encode=lambda text: [*text.encode()], begun=lambda ids: ids
+    )
+    arguments = dataclasses.replace(ARGUMENTS, sample_prompts=["a"])
+    return Samples(arguments, words, pathlib.Path("/nowhere/samples.jsonl"))
 
 
 def saves():
