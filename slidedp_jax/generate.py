@@ -301,6 +301,7 @@ def _complete(args: argparse.Namespace) -> list[str]:
         platform=args.platform,
         num_devices=args.num_devices,
         num_host_devices=args.num_host_devices,
+        num_hosts=1,
     )
     folder = resolve_model_folder(args.model_name_or_path, weights=False)
     config = read_config(folder)  # says more than the tokenizer does where there is no model

@@ -181,6 +181,28 @@ def _is_module(name: str) -> bool:
         return False
 
 
+# Several hosts.
+
+
+def service_client() -> Any:
+    """This process's client of the service that `jax.distributed.initialize` joins; None: not yet.
+
+    Relies on `jax._src.distributed.global_state`, since JAX offers neither the service's table of
+    keys and values nor its barriers. Used are `key_value_set(key, value, allow_overwrite)`,
+    `key_value_dir_get(prefix)`, pairs of whole keys and values, and `wait_at_barrier(name,
+    milliseconds)`.
+
+    Raises:
+      RuntimeError: this version of JAX has no such thing.
+    """
+    try:
+        from jax._src.distributed import global_state
+
+        return global_state.client
+    except (ImportError, AttributeError) as error:
+        raise _changed("jax._src.distributed.global_state.client") from error
+
+
 # Arrays and memory.
 
 _INTEGERS: Mapping[int, Any] = {1: ctypes.c_uint8, 2: ctypes.c_uint16, 4: ctypes.c_uint32}

@@ -7,13 +7,16 @@ JAX's backends start; set later, XLA flags are ignored without a word. So `confi
 from __future__ import annotations
 
 import ctypes
+import importlib.metadata
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from slidedp_jax import jax_internals
+from slidedp_jax import host_watch, jax_internals
 from slidedp_jax.compilation_cache import AUTO, cache_folder
+from slidedp_jax.hosts import Hosts, resolve_hosts
 from slidedp_jax.planner.candidates import default_num_host_devices
 from slidedp_jax.planner.process_limits import DEVICE_MEMORY_FRACTION, pinned_pool_limit_gib
 from slidedp_jax.visible_gpus import VARIABLE, num_gpus, num_visible
@@ -32,12 +35,13 @@ class ProcessSetup:
 
     Attributes:
       platform: where the model computes, "cpu" or "cuda".
-      num_devices: compute devices G; None means every visible GPU.
+      num_devices: compute devices of this host; None means every visible GPU.
       device_ids: which GPUs, by index among the visible ones; None means the first `num_devices`.
-      num_host_devices: CPU devices K over which the host state is sharded; a multiple of G.
+      num_host_devices: CPU devices over which this host's state is sharded; a multiple of those.
       device_memory_fraction: share of GPU memory that JAX takes at its start.
       pinned_limit_gib: limit of JAX's pool of page-locked host memory in GiB; CPUs have none.
       compilation_cache: folder of compiled programs; None: JAX's own setting.
+      hosts: those that train together, each with as many devices.
     """
 
     platform: str
@@ -47,9 +51,12 @@ class ProcessSetup:
     device_memory_fraction: float
     pinned_limit_gib: int
     compilation_cache: str | None
+    hosts: Hosts = Hosts()
 
     def devices(self) -> tuple[list[jax.Device], list[jax.Device]]:
         """Compute devices and host devices, two disjoint lists; starts JAX's backends.
+
+        Of several hosts, the compute devices of all, host by host, and this one's host devices.
 
         Raises:
           RuntimeError: fewer devices are there than were asked for.
@@ -57,16 +64,29 @@ class ProcessSetup:
         import jax
 
         if self.platform == "cpu":
-            cpus = jax.devices("cpu")
             count = self.num_devices or 1
-            _require(len(cpus) >= count + self.num_host_devices, "CPU devices", len(cpus))
-            return cpus[:count], cpus[count : count + self.num_host_devices]
-        gpus = jax.devices()
-        wanted = self.device_ids or tuple(range(self.num_devices or len(gpus)))
-        _require(max(wanted) < len(gpus), f"GPUs ({len(gpus)} visible)", max(wanted) + 1)
-        cpus = jax.devices("cpu")
+            of_hosts = _by_host(jax.devices("cpu"), self.hosts)
+            own = of_hosts[self.hosts.host_index]
+            for cpus in of_hosts:
+                _require(len(cpus) >= count + self.num_host_devices, "CPU devices", len(cpus))
+            compute = [cpu for cpus in of_hosts for cpu in cpus[:count]]
+            return compute, own[count : count + self.num_host_devices]
+        gpus_of_hosts = _by_host(jax.devices(), self.hosts)
+        own = gpus_of_hosts[self.hosts.host_index]
+        wanted = self.device_ids or tuple(range(self.num_devices or len(own)))
+        for gpus in gpus_of_hosts:
+            _require(max(wanted) < len(gpus), f"GPUs ({len(gpus)} visible)", max(wanted) + 1)
+        cpus = jax.local_devices(backend="cpu")
         _require(len(cpus) >= self.num_host_devices, "CPU devices", len(cpus))
-        return [gpus[i] for i in wanted], cpus[: self.num_host_devices]
+        return [gpus[i] for gpus in gpus_of_hosts for i in wanted], cpus[: self.num_host_devices]
+
+
+def _by_host(devices: Sequence[jax.Device], hosts: Hosts) -> list[list[jax.Device]]:
+    """Devices of each host, in JAX's order."""
+    return [
+        [device for device in devices if device.process_index == host]
+        for host in range(hosts.num_hosts)
+    ]
 
 
 def _require(condition: bool, what: str, got: int) -> None:
@@ -91,6 +111,9 @@ def configure(
     device_memory_fraction: float = DEVICE_MEMORY_FRACTION,
     pinned_limit_gib: int | None = None,
     compilation_cache: str | None = AUTO,
+    num_hosts: int | None = None,
+    host_index: int | None = None,
+    coordinator: str | None = None,
 ) -> ProcessSetup:
     """Fix platforms, CPU devices, XLA flags and memory limits; the first line of a script.
 
@@ -107,11 +130,16 @@ def configure(
         most of the RAM. The environment (`jax_internals.PINNED_LIMIT_GIB`) comes first.
       compilation_cache: folder where compiled programs are kept for the next run; None leaves JAX's
         setting, "auto" is a folder in the user's cache on GPUs (`slidedp_jax.compilation_cache`).
+      num_hosts: hosts that train together, one process each; 1 means this one alone. None: as the
+        environment or a launcher says (`slidedp_jax.hosts`). With several, this waits for all.
+      host_index: which one this is, from 0; None: likewise.
+      coordinator: `address:port` where they meet, a private address of the first; None: likewise.
 
     Returns:
       The set-up; a second call with the same arguments returns it again.
 
     Raises:
+      UserError: the hosts are not clear, do not come together, or differ in devices or versions.
       RuntimeError: JAX's backends have already started, or an earlier call fixed something else.
       ValueError: arguments that contradict each other.
     """
@@ -150,6 +178,9 @@ def configure(
         device_memory_fraction=device_memory_fraction,
         pinned_limit_gib=pinned_limit_gib or pinned_pool_limit_gib(_physical_memory_bytes()),
         compilation_cache=cache_folder(compilation_cache, resolved),
+        hosts=resolve_hosts(
+            os.environ, num_hosts=num_hosts, host_index=host_index, coordinator=coordinator
+        ),
     )
     if _setup is not None and _asked is not None:
         _check_same(_asked, wanted)
@@ -163,8 +194,27 @@ def configure(
     if setup.compilation_cache is not None:
         jax.config.update("jax_compilation_cache_dir", setup.compilation_cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    _join_hosts(setup, group)
     _asked, _setup = wanted, setup
     return setup
+
+
+def _join_hosts(setup: ProcessSetup, num_devices: int) -> None:
+    """With several hosts: wait for all, and see whether they are alike."""
+    if setup.hosts.num_hosts == 1:
+        return
+    visible = None if setup.platform == "cpu" else num_visible()
+    ids = None if visible is None else range(visible)
+    host_watch.join(setup.hosts, os.environ, ids)
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib")]
+    found = [*versions, setup.platform, f"{num_devices} compute devices"]
+    host_watch.agree(
+        "software and devices",
+        ", ".join([*found, f"{setup.num_host_devices} host devices"]),
+        advice="All hosts need the same versions and as many devices; --num_host_devices states "
+        "the CPU devices of each",
+    )
+    _LOG.info("%s", setup.hosts.describe())
 
 
 def _check_same(before: ProcessSetup, wanted: ProcessSetup) -> None:

@@ -130,6 +130,8 @@ class Trainer:
         self._saving: SaveBeside | None = None
         self._tracer = tracer or Tracer()
         self.seed = seed
+        if current_setup().hosts.num_hosts > 1:
+            raise UserError("a trainer's state lies on one host; state num_hosts=1")
         devices, host_devices = current_setup().devices()
         self._devices = _first(devices, num_devices)
         treatments = Treatments(optimizer, trained_shapes(model, frozen), ema_decay=ema_decay)

@@ -24,6 +24,8 @@ FLOORS = [
         "compilation_cache",
         "visible_gpus",
     },
+    {"hosts"},
+    {"host_watch"},
     {"process", "machine_here"},
     {"this_machine"},
     {"data", "adapter"},
