@@ -68,7 +68,7 @@ def default_num_host_devices(num_cores: int, num_devices: int) -> int:
 
 
 def pieces_of_state(hardware: HardwareProfile, choices: Choices) -> int:
-    """Host devices over which the state is sharded."""
+    """Host devices of each host over which its state is sharded."""
     return choices.num_host_devices or default_num_host_devices(
         hardware.num_host_cores, hardware.num_devices
     )
@@ -99,23 +99,28 @@ def candidates(
     Args:
       workload: the model.
       batch: rows of a step over all devices.
-      hardware: the host and its devices.
+      hardware: the hosts and their devices.
       choices: what is decided already.
       update_policy: as in `Strategy`.
       compute_dtype: as in `Strategy`.
     """
-    num_devices = hardware.num_devices
-    pieces = pieces_of_state(hardware, choices)
+    num_devices = hardware.total_devices
+    several_hosts = hardware.num_hosts > 1
+    own_pieces = pieces_of_state(hardware, choices)
+    pieces = own_pieces * hardware.num_hosts
     rows_per_device = -(-batch.num_rows // num_devices)
     base = partial(
         Strategy,
         update_policy=update_policy,
         compute_dtype=compute_dtype,
-        num_host_devices=pieces,
+        num_hosts=hardware.num_hosts,
+        num_host_devices=own_pieces,
         block_size=choices.block_size or default_block_size(workload, pieces),
     )
     weight_routes = WEIGHT_ROUTES if num_devices > 1 else WEIGHT_ROUTES[:1]
     gradient_routes = GRADIENT_ROUTES if num_devices > 1 else GRADIENT_ROUTES[:1]
+    if several_hosts:  # each has a share of the state alone
+        weight_routes, gradient_routes = ("shard_all_gather",), ("reduce_scatter",)
     block_size = base.keywords["block_size"]
     for layers in _chunk_sizes(len(workload.layers), choices.layers_per_chunk):
         if not chunk_stages(workload, layers, block_size, pieces).fit_pieces(pieces):
@@ -153,7 +158,7 @@ def neighbours(
     Args:
       workload: the model.
       batch: rows of a step over all devices.
-      num_devices: of the host.
+      num_devices: of all hosts.
       choices: what is decided already.
       strategy: whose neighbours they are.
     """
@@ -173,7 +178,7 @@ def neighbours(
             yield replace(base, rows_per_microbatch=other, num_microbatches=in_all)
     for depth in _chosen(choices.prefetch_depth, PREFETCH_DEPTHS):
         yield replace(strategy, prefetch_depth=depth)
-    if num_devices > 1:
+    if num_devices > 1 and strategy.num_hosts == 1:
         for route in _chosen(choices.weight_route, WEIGHT_ROUTES):
             yield replace(strategy, weight_route=route)
     if strategy.vocab_slices > 1:
@@ -209,7 +214,8 @@ def _heads(
         if size >= least:
             yield replace(strategy, loss_chunk_tokens=size)
     largest = replace(strategy, loss_chunk_tokens=ordered[0])
-    yield from sliced_head.with_slices(workload, largest, num_devices)
+    if strategy.num_hosts == 1:
+        yield from sliced_head.with_slices(workload, largest, num_devices)
     for size in ordered:
         if size < least:
             yield replace(strategy, loss_chunk_tokens=size)

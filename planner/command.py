@@ -120,7 +120,10 @@ class _Request:
         """Attributes of the machine that nobody has stated."""
         if self.args.hardware_profile is not None:
             return []
-        return [name for name in Stated.__dataclass_fields__ if name not in self.stated.names]
+        names = set(Stated.__dataclass_fields__) - self.stated.names
+        if self.hardware.num_hosts == 1:
+            names.discard("network_gb_per_s")
+        return [name for name in Stated.__dataclass_fields__ if name in names]
 
     @property
     def stated_choices(self) -> dict[str, object]:
@@ -239,7 +242,7 @@ def _ways_out(request: _Request, error: PlanError) -> list[str]:
     num_rows = args.tokens_per_step // args.seq_length
     steps = [
         (rows, f"--tokens_per_step {rows * args.seq_length}")
-        for rows in halves(num_rows, args.num_devices)
+        for rows in halves(num_rows, args.num_devices * args.num_hosts)
     ]
     ways += fewer_rows(refused, steps)
     ways += shorter_rows(refused, lambda length: _shorter_flags(args, num_rows, length))
@@ -252,7 +255,9 @@ def _ways_out(request: _Request, error: PlanError) -> list[str]:
     ways += larger_memories(refused, error.limits, flags)
     if args.device_memory_budget_gib is None and args.host_memory_budget_gib is None:
         ways += more_devices(
-            refused, lambda n: machine(args.hardware, n, request.stated), "--num_devices"
+            refused,
+            lambda n: machine(args.hardware, n, request.stated, num_hosts=args.num_hosts),
+            "--num_devices",
         )
     return ways
 
@@ -267,9 +272,8 @@ def _shorter_flags(args: argparse.Namespace, num_rows: int, length: int) -> str:
 def _machine(args: argparse.Namespace, stated: Stated) -> tuple[HardwareProfile, list[str]]:
     """The machine that is planned for, and what should be said of it."""
     if args.hardware_profile is None:
-        return machine(
-            args.hardware, 1 if args.num_devices is None else args.num_devices, stated
-        ), []
+        count = 1 if args.num_devices is None else args.num_devices
+        return machine(args.hardware, count, stated, num_hosts=args.num_hosts), []
     profile = named_profile(args.hardware_profile)
     measured = profile.hardware.num_devices
     count = measured if args.num_devices is None else args.num_devices
@@ -281,7 +285,8 @@ def _machine(args: argparse.Namespace, stated: Stated) -> tuple[HardwareProfile,
         )
     if profile.assumed:
         notes.append(f"not measured, but assumed: {', '.join(sorted(profile.assumed))}")
-    return with_stated(profile.hardware.with_devices(count), stated), notes
+    hosts = replace(profile.hardware.with_devices(count), num_hosts=args.num_hosts)
+    return with_stated(hosts, stated), notes
 
 
 def _does_not_fit(request: _Request, error: PlanError) -> int:
@@ -372,6 +377,7 @@ def _stated(args: argparse.Namespace) -> Stated:
         host_memory_gib=host_memory_gib,
         link_gb_per_s=args.link_gb_per_s,
         device_memory_gib=args.device_memory_gib,
+        network_gb_per_s=args.network_gb_per_s,
     )
 
 

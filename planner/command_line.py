@@ -154,6 +154,13 @@ def _add_machine(machine: argparse._ArgumentGroup) -> None:
     machine.add_argument(
         "--num_devices", type=int, help="GPUs of one host (1, or as many as were measured)"
     )
+    machine.add_argument("--num_hosts", type=int, default=1, help="such hosts (1)")
+    machine.add_argument(
+        "--network_gb_per_s",
+        type=float,
+        help="1e9 bytes per second that collectives bring into each of several hosts: about 40 for "
+        "one adapter of 400 Gb/s, 10 for 100; default: 40",
+    )
     machine.add_argument(
         "--host_cores", type=int, help="cores for the job; default: the usual share of the hardware"
     )

@@ -40,7 +40,7 @@ def device_use(
       hardware: number of devices and what they hold before the first array.
       optimizer_state_bytes: optimizer state per parameter in bytes.
     """
-    phases = device_phases(workload, chunks, batch, strategy, hardware.num_devices)
+    phases = device_phases(workload, chunks, batch, strategy, hardware.total_devices)
     packed = packed_attention_bytes(workload, batch, strategy)
     if packed and not hardware.unified_memory:  # the CPU backend does not use cuDNN
         for name in {"backward", "recompute", "first_backward"} & {*phases}:
@@ -49,7 +49,7 @@ def device_use(
     phase = max(phases, key=lambda name: sum(phases[name].values()))
     device = dict(phases[phase])
     if resident := resident_parameters(chunks, strategy):
-        state = (MASTER_BYTES + optimizer_state_bytes) * resident / hardware.num_devices
+        state = (MASTER_BYTES + optimizer_state_bytes) * resident / hardware.total_devices
         device["resident_state"] = state
     device["allocator_fragmentation"] = FRAGMENTATION * sum(device.values())
     device["runtime_reserve"] = hardware.device_reserve_bytes

@@ -85,7 +85,7 @@ def chunk_durations(
         workload,
         strategy.layers_per_chunk,
         strategy.block_size,
-        strategy.num_host_devices,
+        strategy.num_host_devices * strategy.num_hosts,
         strategy.vocab_slices,
     )
     costs = _Costs(workload, chunks, batch, strategy, hardware, optimizer_state_bytes)
@@ -106,6 +106,11 @@ def chunk_durations(
         layers[index] = costs.with_boundary(layers[index])
     embedding = replace(costs.embedding(resident=resident > 0), stays=True)
     return (embedding, *layers, costs.head(resident=resident > len(layers) + 1))
+
+
+def network_bytes(num_bytes: float, num_hosts: int) -> float:
+    """What a gather or a reduce-scatter of an array brings into each host from the others."""
+    return num_bytes * (num_hosts - 1) / num_hosts
 
 
 class _Costs:
@@ -316,11 +321,12 @@ class _Costs:
         state_bytes = MASTER_BYTES + self._optimizer_state_bytes
         adamw_bytes = 2.0 * (MASTER_BYTES + ADAMW_STATE_BYTES) + 2.0
         update_bytes = size * (2.0 * state_bytes + summands * self._strategy.gradient_bytes)
+        own_bytes = update_bytes / hardware.num_hosts
         backward_s += pack_s + (0.0 if reuses_weights else unpack_s)
         forward_s = 0.0 if is_head else max(forward_s + unpack_s, dispatch_s)
         backward_s = max(backward_s, hardware.visit_dispatch_s if reuses_weights else dispatch_s)
         if resident:
-            update_s = update_bytes / hardware.num_devices / hardware.device_memory_bytes_per_s
+            update_s = update_bytes / hardware.total_devices / hardware.device_memory_bytes_per_s
             return ChunkDurations(
                 forward_s=forward_s + (0.0 if is_head else update_s),
                 backward_s=backward_s + (update_s if is_head else 0.0),
@@ -336,8 +342,8 @@ class _Costs:
             download_s=hardware.d2h.seconds(download_bytes),
             download_bytes=download_bytes,
             # Bound by memory traffic: other optimizers and more summands scale with their bytes.
-            update_s=update_bytes / (adamw_bytes * hardware.host_update_params_per_s),
-            update_bytes=update_bytes,
+            update_s=own_bytes / (adamw_bytes * hardware.host_update_params_per_s),
+            update_bytes=own_bytes,
             stays=stays,
         )
 
@@ -348,8 +354,8 @@ class _Costs:
         unpack_s = self._memory_s(num_bytes + strategy.compute_bytes * size)
         if strategy.weight_route == "replicate":
             return unpack_s, num_bytes, pieces
-        unpack_s += num_bytes * self._remote() / hardware.gather_bytes_per_s
-        return unpack_s, num_bytes / hardware.num_devices, pieces // hardware.num_devices
+        unpack_s += self._collective_s(num_bytes)
+        return unpack_s, num_bytes / hardware.total_devices, pieces // hardware.num_devices
 
     def _download(self, size: float) -> tuple[float, float, int]:
         """Seconds of packing and summing, bytes that each device sends, summands on the host."""
@@ -360,12 +366,19 @@ class _Costs:
             return pack_s, num_bytes, hardware.num_devices
         # Sums over microbatches travel between the devices in fp32.
         summed_bytes = strategy.gradient_bytes if strategy.num_microbatches == 1 else 4
-        pack_s += summed_bytes * size * self._remote() / hardware.gather_bytes_per_s
-        return pack_s, num_bytes / hardware.num_devices, 1
+        pack_s += self._collective_s(summed_bytes * size)
+        return pack_s, num_bytes / hardware.total_devices, 1
 
-    def _remote(self) -> float:
-        """Share of an array that lies on other devices."""
-        return (self._hardware.num_devices - 1) / self._hardware.num_devices
+    def _collective_s(self, num_bytes: float) -> float:
+        """Of a gather or a reduce-scatter over all devices, of an array of so many bytes.
+
+        Of what lies on other devices each GPU gets all through its link to the others of its host,
+        and each host its part once through the network: the slower of the two.
+        """
+        hardware = self._hardware
+        devices, hosts = hardware.total_devices, hardware.num_hosts
+        within_s = num_bytes * ((devices - 1) / devices) / hardware.gather_bytes_per_s
+        return max(within_s, network_bytes(num_bytes, hosts) / hardware.network_bytes_per_s)
 
     def _upload_call_s(self) -> float:
         """Python's time for one piece of an upload, which starts the copies to all devices."""

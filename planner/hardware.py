@@ -1,8 +1,8 @@
-"""One host with GPUs as the planner sees it: rates and sizes; `presets.py` has those of known ones.
+"""Equal hosts with GPUs as the planner sees them: rates and sizes; `presets.py` has known ones.
 
 Rates are what programs reach, not what data sheets promise; only `peak_flops_per_s`, the
-denominator of MFU, is the promised one. A profile describes one host and all the GPUs that the job
-uses on it.
+denominator of MFU, is the promised one. A profile describes one host, all the GPUs that the job
+uses on it, and how many such hosts there are.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ hosts with H200s: 3.1e9 parameters/s on 16 cores beside one GPU, 4.2-4.7e9 on 32
 
 ASSUMED_GROUPED_MATMUL_SHARE = 0.5
 """Rate of experts' products over that of plain ones, where it was not measured."""
+
+ASSUMED_NETWORK_BYTES_PER_S = 0.8 * 400e9 / 8
+"""Of one 400 Gb/s adapter per host, where nothing is stated: four fifths of its line rate."""
 
 ComputeDtype = Literal["bfloat16", "float32"]
 COMPUTE_DTYPES: tuple[ComputeDtype, ...] = ("bfloat16", "float32")
@@ -82,12 +85,12 @@ class LinkRate:
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareProfile:
-    """One host and `num_devices` equal GPUs.
+    """`num_hosts` equal hosts, each with `num_devices` equal GPUs.
 
     Attributes:
       name: for reports.
       provenance: how the figures were obtained, one line, printed with every plan.
-      num_devices: GPUs that the job uses, G.
+      num_devices: GPUs that the job uses on each host.
       device_memory_bytes: memory of one GPU that the job may use: what JAX's allocator takes, and
         the reserve beside it.
       device_reserve_bytes: what one GPU holds before the first array: context, kernels,
@@ -126,6 +129,9 @@ class HardwareProfile:
       peer_access: the GPUs read each other's memory; else what passes between them goes through the
         host, which `gather_bytes_per_s` says as well.
       unified_memory: the compute devices live in host memory (the CPU backend).
+      num_hosts: hosts that train together, H.
+      network_bytes_per_s: bytes that collectives bring into each host per second from the others,
+        while as many leave it; unused for a single host.
     """
 
     name: str
@@ -157,6 +163,8 @@ class HardwareProfile:
     most_host_memory_bytes_per_s: float | None = None
     peer_access: bool = True
     unified_memory: bool = False
+    num_hosts: int = 1
+    network_bytes_per_s: float = ASSUMED_NETWORK_BYTES_PER_S
 
     def __post_init__(self) -> None:
         """Rejects numbers that would divide by zero later."""
@@ -166,6 +174,17 @@ class HardwareProfile:
                     f"hardware profile {self.name!r}: {name} is {getattr(self, name)}; it must be "
                     "positive."
                 )
+
+    @property
+    def total_devices(self) -> int:
+        """GPUs of all hosts, G."""
+        return self.num_hosts * self.num_devices
+
+    @property
+    def devices_text(self) -> str:
+        """How many of which there are."""
+        devices = f"{self.num_devices} x {self.name}"
+        return devices if self.num_hosts == 1 else f"{self.num_hosts} hosts of {devices}"
 
     @property
     def pinned_pool_limit_bytes(self) -> float:
@@ -204,6 +223,8 @@ class HardwareProfile:
 
 _POSITIVE_FIELDS = (
     "num_devices",
+    "num_hosts",
+    "network_bytes_per_s",
     "device_memory_bytes",
     "peak_flops_per_s",
     "bf16_matmul_flops_per_s",

@@ -1,4 +1,4 @@
-"""Host memory of all devices under a strategy, by named category."""
+"""Memory of one host, all its devices together, under a strategy, by named category."""
 
 from __future__ import annotations
 
@@ -51,11 +51,13 @@ def host_use(
         float(strategy.host_boundary_bytes),
         strategy.host_boundaries * strategy.num_microbatches * hardware.num_devices,
         hardware.num_devices,
+        hardware.num_hosts,
     )
     in_pool = gradients + boundaries
     if hardware.unified_memory:  # the CPU backend has no page-locked pool
         pool = in_pool
-    padded = chunks.padded_parameters - resident_parameters(chunks, strategy)
+    own = chunks.padded_parameters - resident_parameters(chunks, strategy)
+    padded = own / hardware.num_hosts
     passing = chunks.all[: strategy.resident_chunks]
     largest, saved = _largest_stages(workload)
     read = 0.0
@@ -94,12 +96,13 @@ def _pool(
     boundary_bytes: float,
     num_boundaries: int,
     num_devices: int,
+    num_hosts: int,
 ) -> tuple[float, float, float]:
     """Bytes of all waiting gradients, of all boundaries, and of the pool that holds both."""
     projection = sliced_head.projection_chunk(chunks, tied=tied)
     shards = num_devices if gradient_route == "reduce_scatter" else 1
     requests = [
-        gradient_bytes * chunk.padded_parameters / shards / slices
+        gradient_bytes * chunk.padded_parameters / num_hosts / shards / slices
         for chunk in reversed(chunks.all[resident_chunks:])  # as backward sends them
         for slices in [vocab_slices if chunk is projection else 1]
         for _ in range(num_devices * slices)  # each device's share of the sum, or all of its own

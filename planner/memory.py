@@ -72,7 +72,7 @@ def chunks_of(workload: Workload, strategy: Strategy) -> Chunks:
         workload,
         strategy.layers_per_chunk,
         strategy.block_size,
-        strategy.num_host_devices,
+        strategy.num_host_devices * strategy.num_hosts,
         strategy.vocab_slices,
     )
 

@@ -52,7 +52,7 @@ def _message(request: Request, limits: Sequence[Limit], num_tried: int) -> str:
     }
     lines = [
         f"{job.workload.name} with {counted(job.batch.num_rows, 'row')} of {job.batch.seq_length} "
-        f"tokens per step does not fit {job.hardware.num_devices} x {job.hardware.name}, even with "
+        f"tokens per step does not fit {job.hardware.devices_text}, even with "
         f"the leanest of {num_tried} strategies tried"
         f"{' (both limits are of one and the same)' if len(limits) > 1 else ''}:",
         *(f"- {limit.describe()}." for limit in limits),

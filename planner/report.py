@@ -41,7 +41,7 @@ class Completion:
         """Price of those hours on all devices."""
         if self.price_per_device_hour is None:
             return None
-        return self.hours(plan) * plan.job.hardware.num_devices * self.price_per_device_hour
+        return self.hours(plan) * plan.job.hardware.total_devices * self.price_per_device_hour
 
 
 def plan_as_dict(
@@ -176,7 +176,7 @@ def notes(plan: Plan) -> list[str]:
         f"{size_text(limit.have_bytes)} can be had now: it must not become less"
         for limit in job.limits(memory)
     ]
-    rows = hardware.num_devices * strategy.num_microbatches * strategy.rows_per_microbatch
+    rows = hardware.total_devices * strategy.num_microbatches * strategy.rows_per_microbatch
     if rows != job.batch.num_rows:
         found.append(
             f"of {rows} places for rows in a step {rows - job.batch.num_rows} are left to filler "
@@ -194,7 +194,7 @@ def _heading(plan: Plan, assumed: Collection[str]) -> list[str]:
     return [
         f"{name}, {counted(batch.num_rows, 'row')} x {batch.seq_length} = "
         f"{batch.num_tokens:,} tokens per step",
-        f"on {hardware.num_devices} x {hardware.name} ({hardware.provenance})",
+        f"on {hardware.devices_text} ({hardware.provenance})",
         host_line(hardware, assumed),
     ]
 
@@ -202,7 +202,10 @@ def _heading(plan: Plan, assumed: Collection[str]) -> list[str]:
 def _strategy_lines(plan: Plan) -> list[str]:
     strategy = plan.strategy
     chunks = chunk_stages(
-        plan.job.workload, strategy.layers_per_chunk, strategy.block_size, strategy.num_host_devices
+        plan.job.workload,
+        strategy.layers_per_chunk,
+        strategy.block_size,
+        strategy.num_host_devices * strategy.num_hosts,
     )
     values = asdict(strategy)
     lines = [f"strategy ({len(chunks.layers)} layer chunks)"]

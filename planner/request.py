@@ -48,7 +48,7 @@ class Request:
         need no sum over microbatches. So what fits fits one row or all rows at a time, or nothing
         does.
         """
-        rows = -(-self.job.batch.num_rows // self.job.hardware.num_devices)
+        rows = -(-self.job.batch.num_rows // self.job.hardware.total_devices)
         depth = self.choices.prefetch_depth or min(PREFETCH_DEPTHS)
         misfits = []
         for at_once in dict.fromkeys([self.choices.rows_per_microbatch or 1, rows]):

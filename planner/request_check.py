@@ -5,7 +5,7 @@ from __future__ import annotations
 from slidedp_jax.planner.candidates import Choices, default_block_size, pieces_of_state
 from slidedp_jax.planner.chunking import LARGEST_PIECE, chunk_stages
 from slidedp_jax.planner.errors import PlanError
-from slidedp_jax.planner.hardware import COMPUTE_DTYPES, size_text
+from slidedp_jax.planner.hardware import COMPUTE_DTYPES, HardwareProfile, size_text
 from slidedp_jax.planner.job import Job
 from slidedp_jax.planner.strategy import UPDATE_POLICIES
 
@@ -51,11 +51,11 @@ def check_request(
     if wanted is not None and wanted > layers:
         problems.append(f"layers_per_chunk is {wanted}; the model has {layers} layers")
     rows = choices.rows_per_microbatch
-    per_device = -(-batch.num_rows // hardware.num_devices)
+    per_device = -(-batch.num_rows // hardware.total_devices)
     if rows is not None and rows > per_device:
         problems.append(
             f"rows_per_microbatch is {rows}, but the {batch.num_rows} rows of a step give each of "
-            f"{hardware.num_devices} devices {per_device}; use at most that, or more rows"
+            f"{hardware.total_devices} devices {per_device}; use at most that, or more rows"
         )
     pieces = choices.num_host_devices
     if pieces is not None and pieces % hardware.num_devices:
@@ -63,14 +63,28 @@ def check_request(
             f"num_host_devices is {pieces}; it must be a multiple of the {hardware.num_devices} "
             "compute devices"
         )
+    problems += _routes_of_one_host(hardware, choices)
     problems = problems or _too_large_pieces(job, choices)
     if problems:
         raise PlanError("; ".join(problems) + ".")
 
 
+def _routes_of_one_host(hardware: HardwareProfile, choices: Choices) -> list[str]:
+    """Routes that are wanted and that several hosts cannot take."""
+    if hardware.num_hosts == 1:
+        return []
+    only = {"weight_route": "shard_all_gather", "gradient_route": "reduce_scatter"}
+    return [
+        f"{name} is {getattr(choices, name)}; each of {hardware.num_hosts} hosts has a share of "
+        f"the state alone, so it is {route}"
+        for name, route in only.items()
+        if getattr(choices, name) not in (None, route)
+    ]
+
+
 def _too_large_pieces(job: Job, choices: Choices) -> list[str]:
     """What is wrong where even the smallest chunks cannot be updated."""
-    pieces = pieces_of_state(job.hardware, choices)
+    pieces = pieces_of_state(job.hardware, choices) * job.hardware.num_hosts
     layers = choices.layers_per_chunk or 1
     block_size = choices.block_size or default_block_size(job.workload, pieces)
     chunks = chunk_stages(job.workload, layers, block_size, pieces)

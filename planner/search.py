@@ -107,7 +107,7 @@ class Plan:
         )
         return (
             f"<Plan: {job.workload.name}, {counted(batch.num_rows, 'row')} x {batch.seq_length:,} "
-            f"tokens per step on {hardware.num_devices} x {hardware.name}: {time.step_s:.3g} s, "
+            f"tokens per step on {hardware.devices_text}: {time.step_s:.3g} s, "
             f"{time.tokens_per_s:,.0f} tokens/s, {devices}{size_text(memory.host_bytes)} of host "
             f"memory>"
         )
@@ -133,7 +133,7 @@ def plan(
     Args:
       workload: the model.
       batch: rows of a step over all devices.
-      hardware: the host and its devices.
+      hardware: the hosts and their devices.
       update_policy: `deferred` with clipping by global norm, `eager` without.
       compute_dtype: dtype of forward and backward.
       optimizer_state_bytes: optimizer state per parameter in bytes, AdamW's 8 by default.
@@ -195,7 +195,13 @@ def fastest(request: Request) -> Plan:
 
 def _decided(job: Job, strategy: Strategy) -> Plan:
     """A plan without a search."""
-    devices = job.hardware.num_devices
+    devices = job.hardware.total_devices
+    if strategy.num_hosts != job.hardware.num_hosts:
+        raise PlanError(
+            f"the strategy that the run is to go on with is for "
+            f"{counted(strategy.num_hosts, 'host')}, and there are {job.hardware.num_hosts}; it "
+            "has to be planned anew."
+        )
     places = devices * strategy.num_microbatches * strategy.rows_per_microbatch
     if job.batch.num_rows > places:
         raise PlanError(
@@ -216,7 +222,7 @@ def _decided(job: Job, strategy: Strategy) -> Plan:
             "\n".join(
                 [
                     f"{job.workload.name}: the strategy that the run is to go on with does not fit "
-                    f"{job.hardware.num_devices} x {job.hardware.name} as it is now:",
+                    f"{job.hardware.devices_text} as it is now:",
                     *lines,
                     "Free that memory, or state a budget (device_memory_budget, "
                     "host_memory_budget): then it is planned anew.",
@@ -291,7 +297,7 @@ def _with_spare_memory(request: Request, ranked: list[Timed], bases: list[Strate
         near = neighbours(
             job.workload,
             job.batch,
-            job.hardware.num_devices,
+            job.hardware.total_devices,
             request.choices,
             with_host_boundaries(
                 job.workload, job.batch, replace(best, kept_chunks=0, attention_chunks=0), 0

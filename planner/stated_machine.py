@@ -27,12 +27,14 @@ class Stated:
       host_memory_gib: host memory in GiB.
       link_gb_per_s: 1e9 bytes per second of large copies to one GPU, and as many back.
       device_memory_gib: memory of one GPU in GiB.
+      network_gb_per_s: 1e9 bytes per second that collectives bring into each host from the others.
     """
 
     host_cores: int | None = None
     host_memory_gib: float | None = None
     link_gb_per_s: float | None = None
     device_memory_gib: float | None = None
+    network_gb_per_s: float | None = None
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
@@ -49,7 +51,7 @@ class Stated:
 _OF_THE_HOST = ("host_cores", "host_memory_gib", "link_gb_per_s")
 
 
-def machine(name: str, num_devices: int, stated: Stated) -> HardwareProfile:
+def machine(name: str, num_devices: int, stated: Stated, *, num_hosts: int = 1) -> HardwareProfile:
     """A preset grown to a number of GPUs, with what is stated.
 
     Fewer cores than the preset has update parameters in proportion, which is the worst case; more
@@ -58,17 +60,22 @@ def machine(name: str, num_devices: int, stated: Stated) -> HardwareProfile:
 
     Args:
       name: of a preset, or as its maker or JAX spells the device.
-      num_devices: GPUs of the job.
+      num_devices: GPUs of the job, on each host.
       stated: what is known, of the whole host.
+      num_hosts: as many hosts.
 
     Raises:
       ValueError: there is no such preset; the nearest ones are given.
     """
-    return with_stated(PRESETS[_preset_name(name)].with_devices(num_devices), stated)
+    return with_stated(
+        replace(PRESETS[_preset_name(name)].with_devices(num_devices), num_hosts=num_hosts), stated
+    )
 
 
 def with_stated(profile: HardwareProfile, stated: Stated) -> HardwareProfile:
     """A machine with what is stated of it in place of what its profile says."""
+    if stated.network_gb_per_s is not None:
+        profile = replace(profile, network_bytes_per_s=stated.network_gb_per_s * 1e9)
     if stated.host_cores is not None:
         share = stated.host_cores / profile.num_host_cores
         profile = replace(
@@ -98,9 +105,14 @@ def host_line(hardware: HardwareProfile, assumed: Collection[str] = ()) -> str:
     if not hardware.unified_memory:
         rate = hardware.h2d.points[-1][1] / 1e9
         parts.append(f"{rate:.0f} GB/s to each GPU and back")
-    flags = [f"--{name}" for name in _OF_THE_HOST if name in assumed]
+    of_host: tuple[str, ...] = _OF_THE_HOST
+    if hardware.num_hosts > 1:
+        parts.append(f"{hardware.network_bytes_per_s / 1e9:.3g} GB/s from the other hosts")
+        of_host = (*of_host, "network_gb_per_s")
+    flags = [f"--{name}" for name in of_host if name in assumed]
     end = f" (assumed; {', '.join(flags)})" if flags else ""
-    return f"host: {', '.join(parts)}{end}"
+    each = "host" if hardware.num_hosts == 1 else "each host"
+    return f"{each}: {', '.join(parts)}{end}"
 
 
 def _with_link(profile: HardwareProfile, bytes_per_s: float) -> HardwareProfile:

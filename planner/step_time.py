@@ -104,8 +104,8 @@ def step_time(
     busy_s = _busy(durations, hardware)
     step_s = _period_s(ends, lower_s)
     model_flops = workload.model_flops_per_step(batch)
-    executed = hardware.num_devices * sum(chunk.executed_flops for chunk in durations)
-    peak = (hardware.num_devices, hardware.peak_flops_per_s)
+    executed = hardware.total_devices * sum(chunk.executed_flops for chunk in durations)
+    peak = (hardware.total_devices, hardware.peak_flops_per_s)
     return StepTime(
         step_s=step_s,
         single_step_s=max(alone.ends),

@@ -65,9 +65,10 @@ class Strategy:
       slice_head_weights: with several slices, also the projection's weights are on the device a
         slice at a time, and uploaded for either pass; otherwise once.
       compute_dtype: dtype of forward and backward.
-      num_host_devices: CPU devices over which the state is sharded, K; a multiple of the number of
-        compute devices.
+      num_host_devices: CPU devices over which the state of a host is sharded, K; a multiple of the
+        number of its compute devices.
       block_size: elements that the host update handles at once; the unit of padding.
+      num_hosts: hosts that train together, H; each keeps 1/H of the state.
     """
 
     layers_per_chunk: int
@@ -89,6 +90,7 @@ class Strategy:
     compute_dtype: ComputeDtype = "bfloat16"
     num_host_devices: int = 1
     block_size: int = 4096
+    num_hosts: int = 1
 
     def __post_init__(self) -> None:
         """Checks each field."""
@@ -121,10 +123,27 @@ class Strategy:
                 f"{self.num_host_devices}; a slice is whole pieces of the state, so it must divide "
                 "that."
             )
+        if self.num_hosts > 1:
+            self._check_many_hosts()
         if self.slice_head_weights and self.vocab_slices == 1:
             raise ValueError(
                 "slice_head_weights is true with vocab_slices 1; weights are sliced where the "
                 "vocabulary is: use more slices, or slice_head_weights false."
+            )
+
+    def _check_many_hosts(self) -> None:
+        """What needs the whole of an array on one host is not for several."""
+        only = {"weight_route": "shard_all_gather", "gradient_route": "reduce_scatter"}
+        wrong = [name for name, value in only.items() if getattr(self, name) != value]
+        if wrong:
+            raise ValueError(
+                f"{wrong[0]} is {getattr(self, wrong[0])!r} with num_hosts {self.num_hosts}; each "
+                f"host has a share of the state alone, so use {only[wrong[0]]!r}."
+            )
+        if self.vocab_slices > 1:
+            raise ValueError(
+                f"vocab_slices is {self.vocab_slices} with num_hosts {self.num_hosts}; a slice "
+                "would lie on some of the hosts alone, so use 1."
             )
 
     @staticmethod
@@ -188,6 +207,7 @@ _COUNTS = (
     "vocab_slices",
     "num_host_devices",
     "block_size",
+    "num_hosts",
 )
 _SHARES = (
     "kept_chunks",

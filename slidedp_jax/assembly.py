@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from slidedp_jax.errors import UserError
 from slidedp_jax.models.streamed import StreamedModel
 from slidedp_jax.planner.strategy import Strategy
 from slidedp_jax.state.fences import Fences
+from slidedp_jax.state.host_share import HostShare
 from slidedp_jax.state.host_store import HostStore
 from slidedp_jax.state.layout import ChunkLayout
 from slidedp_jax.state.model_chunks import chunks_of
@@ -30,7 +32,9 @@ from slidedp_jax.step.sliced_head import SlicedHead
 from slidedp_jax.step.sliced_head_programs import SlicedHeadPrograms
 from slidedp_jax.tracer import Tracer
 from slidedp_jax.transfer.boundary_store import BoundaryStore
+from slidedp_jax.transfer.copies import first_of_this_host
 from slidedp_jax.transfer.device_map import DeviceMap
+from slidedp_jax.transfer.host_gather import HostGather
 from slidedp_jax.transfer.routes import DATA_AXIS, GradientPath, WeightPath, weight_path
 from slidedp_jax.transfer.vocabulary_slices import SlicePrograms, VocabularySlices
 from slidedp_jax.transfer.weight_window import StreamedWeights
@@ -100,7 +104,16 @@ def assemble(
       UserError: the strategy does not fit model or devices, or the weights are not the model's.
         Nothing stays page-locked.
     """
-    check_host_devices(strategy, len(host_devices), len(devices))
+    mesh = _mesh(devices)
+    first, count = first_of_this_host(mesh)
+    check_host_devices(strategy, len(host_devices), count)
+    if strategy.num_hosts > 1 and treatments.whole_parameters:
+        raise UserError(
+            f"{len(treatments.whole_parameters)} parameters (such as "
+            f"{treatments.whole_parameters[0]}) are updated as a whole, because the optimizer is "
+            f"not element-wise, and each of {strategy.num_hosts} hosts has a share of each alone; "
+            "use one host, or an element-wise optimizer such as AdamW"
+        )
     layouts, layer_fns = chunks_of(
         model,
         strategy,
@@ -108,25 +121,34 @@ def assemble(
         kinds=treatments.kinds,
         whole=treatments.whole_parameters,
     )
-    mesh = Mesh(np.array(devices), (DATA_AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
     device_sharding = NamedSharding(mesh, PartitionSpec(DATA_AXIS))
+    own_sharding = device_sharding
+    if strategy.num_hosts > 1:
+        own_mesh = _mesh(devices[first : first + count])
+        own_sharding = NamedSharding(own_mesh, PartitionSpec(DATA_AXIS))
     store = make_state(
         model,
         layouts,
         [optimizer.state_dtypes for optimizer in treatments.optimizers],
         strategy,
         host_devices[: strategy.num_host_devices],
-        device_sharding,
+        own_sharding,
         parameters=settings.parameters,
         rounding=settings.rounding,
         seed=settings.seed,
         for_training=not settings.inference_only,
+        share=HostShare(num_hosts=strategy.num_hosts, index=first // count),
     )
+    shardings = device_sharding, own_sharding
     try:
-        return _around(store, model, treatments, strategy, layer_fns, device_sharding, settings)
+        return _around(store, model, treatments, strategy, layer_fns, shardings, settings)
     except BaseException:
         store.close()
         raise
+
+
+def _mesh(devices: Sequence[jax.Device]) -> Mesh:
+    return Mesh(np.array(devices), (DATA_AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
 
 
 def _around(
@@ -135,10 +157,11 @@ def _around(
     treatments: Treatments,
     strategy: Strategy,
     layer_fns: Sequence[LayerFns],
-    device_sharding: NamedSharding,
+    shardings: tuple[NamedSharding, NamedSharding],
     settings: Settings,
 ) -> Assembly:
-    """What works on a state that is there."""
+    """What works on a state that is there; over the devices of all hosts, and of this one."""
+    device_sharding, own_sharding = shardings
     mesh, dtype, tracer = device_sharding.mesh, jnp.dtype(strategy.compute_dtype), settings.tracer
     assert isinstance(mesh, Mesh)
     layouts: Sequence[ChunkLayout] = store.layouts
@@ -147,14 +170,14 @@ def _around(
     part_updates = PartUpdates(
         treatments,
         store,
-        device_sharding=device_sharding,
+        device_sharding=own_sharding,
         block_size=strategy.block_size,
         form=settings.kernel_form,
     )
     for part in store.parts:
         part_updates.init(part)
     route = weight_path(strategy.weight_route, mesh)
-    gradients = GradientPath(strategy.gradient_route, mesh, store.sharding, dtype)
+    gradients = GradientPath(strategy.gradient_route, mesh, store.sharding, dtype, own_sharding)
     on_devices = DeviceMap(mesh, dtype)
     wire = WirePrograms(on_devices, route, gradients)
     programs = ComputePrograms(
@@ -212,6 +235,7 @@ def _around(
         form_is_stated=settings.kernel_form is not None,
         rounding_is_stated=settings.rounding_is_stated,
         lacking=TO_RESTORE if isinstance(settings.parameters, ToBeRestored) else "",
+        gather=HostGather(mesh) if strategy.num_hosts > 1 else None,
     )
     return Assembly(
         mesh=mesh,

@@ -27,8 +27,8 @@ QUIET_S = 30.0
 """A host that has said nothing for so long is taken for dead."""
 
 _LOOK_S = 1.0
-_SERVICE_QUIET_S = 50
-"""The service's own limit, after which JAX ends the process: later than ours, which says more."""
+_SERVICE_QUIET_S = 100
+"""The service's own limit. JAX ends a process after half of it: after ours, which says more."""
 _MOST_TIDYING_S = 10.0
 _TOLD_S = 5.0
 """How long a host that fails waits for the others to see why."""
@@ -54,13 +54,16 @@ class HostWatch:
         self._hosts = hosts
         self._client = client
         self._round = 0
-        self._beats: dict[int, tuple[str, float]] = {}
+        self._beats: dict[int, tuple[str, int]] = {}
+        self._unanswered = 0
+        self._last_error = ""
         self._over = threading.Event()
         self._failed = False
         self._thread = threading.Thread(target=self._watch, name="host_watch", daemon=True)
         self._say("at", self._own_name())
         self._names = self._all("at")
         self._thread.start()
+        threading.Thread(target=self._watch_service, name="host_watch", daemon=True).start()
 
     def agree(self, what: str, value: str, *, advice: str = "") -> None:
         """Whether all hosts call this with one value; a barrier of all of them.
@@ -99,13 +102,15 @@ class HostWatch:
             deadline = time.monotonic() + _TOLD_S
             while time.monotonic() < deadline:
                 if len(self._read("told")) >= self._hosts.num_hosts - 1:
-                    return
+                    break
                 time.sleep(_LOOK_S / 5)
+        if self._hosts.is_first:
+            time.sleep(2 * _LOOK_S)  # with it goes what the others are still told by
 
     def leave(self) -> None:
         """At the end of a run that went well: wait for the others, then say nothing more.
 
-        They may be long at their ends (the first host writes the export), and are watched meanwhile.
+        They may be long at their ends (the first host exports), and are watched meanwhile.
         """
         if self._over.is_set() or self._failed:
             return
@@ -138,17 +143,15 @@ class HostWatch:
         return {int(key.rsplit("/", 1)[1]): value for key, value in found}
 
     def _watch(self) -> None:
-        unheard_since, beat = None, 0
+        beat = 0
         while not self._over.wait(_LOOK_S):
             try:
                 beat += 1
                 self._say("beat", str(beat))
                 failed, beats = self._read("failed"), self._read("beat")
-                unheard_since = None
+                self._unanswered = 0
             except Exception as error:
-                unheard_since = unheard_since or time.monotonic()
-                if time.monotonic() - unheard_since > QUIET_S and not self._over.is_set():
-                    self._end(f"{self._named(0)}, where all meet, cannot be reached: {error}")
+                self._last_error = str(error)
                 continue
             for host, cause in sorted(failed.items()):
                 if host != self._hosts.host_index:
@@ -157,13 +160,25 @@ class HostWatch:
                     self._end(f"{self._named(host)} has ended: {cause}")
             self._look_for_silence(beats)
 
+    def _watch_service(self) -> None:
+        """On a thread of its own, since a service that hangs answers with nothing at all.
+
+        What counts is looks and not time: a machine that slept has not waited.
+        """
+        while not self._over.wait(_LOOK_S):
+            self._unanswered += 1
+            if self._unanswered * _LOOK_S > QUIET_S:
+                self._end(
+                    f"{self._named(0)}, where all meet, has not answered for {QUIET_S:g} s: it was "
+                    f"killed, hangs or is cut off. {self._last_error}".rstrip()
+                )
+
     def _look_for_silence(self, beats: dict[int, str]) -> None:
-        now = time.monotonic()
         for host in range(self._hosts.num_hosts):
             beat = beats.get(host, "")
-            if self._beats.get(host, ("", 0.0))[0] != beat or host not in self._beats:
-                self._beats[host] = beat, now
-            elif now - self._beats[host][1] > QUIET_S and not self._failed:
+            before, looks = self._beats.get(host, ("", 0))
+            self._beats[host] = beat, looks + 1 if beat == before else 0
+            if self._beats[host][1] * _LOOK_S > QUIET_S and not self._failed:
                 self._end(
                     f"{self._named(host)} has said nothing for {QUIET_S:g} s: it was killed, hangs "
                     "or is cut off"
@@ -211,6 +226,8 @@ def join(
     import jax
 
     listen = bind_address(hosts, environment) if hosts.is_first else None
+    # It would take SIGTERM for itself, for which runs have an answer of their own.
+    jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
             coordinator_address=hosts.coordinator,

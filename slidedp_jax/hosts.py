@@ -15,7 +15,7 @@ import ipaddress
 import re
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from slidedp_jax.errors import UserError
 
@@ -41,7 +41,7 @@ class Hosts:
     num_hosts: int = 1
     host_index: int = 0
     coordinator: str | None = None
-    found_in: str = "nothing names others"
+    found_in: str = field(default="nothing names others", compare=False)
 
     @property
     def is_first(self) -> bool:
@@ -137,9 +137,7 @@ def _joined(stated: _Found, found: _Found, environment: Mapping[str, str]) -> Ho
             "coordinator, a private address of the first one with a port that is free there, such "
             f"as 10.0.0.1:{DEFAULT_PORT}, or set JAX_COORDINATOR_ADDRESS"
         )
-    return Hosts(
-        num_hosts=count, host_index=index, coordinator=with_port(address), found_in=source
-    )
+    return Hosts(num_hosts=count, host_index=index, coordinator=with_port(address), found_in=source)
 
 
 def _jax_variables(environment: Mapping[str, str]) -> _Found | None:

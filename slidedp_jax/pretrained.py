@@ -255,10 +255,16 @@ class Pretrained:
             path = target.with_name(f".{target.name}{UNFINISHED}")
             remove_whole(path)
         with trainer.gate.reading() as reader:
-            read = reader.read_average if averaged else reader.read
+            read: Callable[[str], np.ndarray] = reader.read_average if averaged else reader.read
             if dtype == "bfloat16":
                 read = functools.partial(reader.read_rounded, rounding=own, averaged=averaged)
             shapes = self.config.parameter_shapes()
+            together = trainer.together
+            if together is not None and not together.is_first:
+                together.follow(read)
+                return
+            if together is not None:
+                read = together.leading(read)
             try:
                 with writing(path, export_bytes(shapes, dtype)):
                     export(
@@ -272,6 +278,9 @@ class Pretrained:
                     )
             except (FileExistsError, ValueError) as error:
                 raise UserError(str(error)) from error
+            finally:
+                if together is not None:
+                    together.lead_no_more()
         if path != target:
             remove_whole(target)
             path.rename(target)

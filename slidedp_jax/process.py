@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from slidedp_jax import host_watch, jax_internals
 from slidedp_jax.compilation_cache import AUTO, cache_folder
-from slidedp_jax.hosts import Hosts, resolve_hosts
+from slidedp_jax.hosts import SINGLE, Hosts, resolve_hosts
 from slidedp_jax.planner.candidates import default_num_host_devices
 from slidedp_jax.planner.process_limits import DEVICE_MEMORY_FRACTION, pinned_pool_limit_gib
 from slidedp_jax.visible_gpus import VARIABLE, num_gpus, num_visible
@@ -51,7 +51,7 @@ class ProcessSetup:
     device_memory_fraction: float
     pinned_limit_gib: int
     compilation_cache: str | None
-    hosts: Hosts = Hosts()
+    hosts: Hosts = SINGLE
 
     def devices(self) -> tuple[list[jax.Device], list[jax.Device]]:
         """Compute devices and host devices, two disjoint lists; starts JAX's backends.
@@ -79,6 +79,11 @@ class ProcessSetup:
         cpus = jax.local_devices(backend="cpu")
         _require(len(cpus) >= self.num_host_devices, "CPU devices", len(cpus))
         return [gpus[i] for gpus in gpus_of_hosts for i in wanted], cpus[: self.num_host_devices]
+
+    def own_devices(self) -> list[jax.Device]:
+        """The compute devices of this host."""
+        devices, _ = self.devices()
+        return [device for device in devices if device.process_index == self.hosts.host_index]
 
 
 def _by_host(devices: Sequence[jax.Device], hosts: Hosts) -> list[list[jax.Device]]:
@@ -220,7 +225,7 @@ def _join_hosts(setup: ProcessSetup, num_devices: int) -> None:
 def _check_same(before: ProcessSetup, wanted: ProcessSetup) -> None:
     """A second call must ask for what the first one did."""
     was, now = asdict(before), asdict(wanted)
-    changed = [name for name in was if was[name] != now[name]]
+    changed = [name for name in was if getattr(before, name) != getattr(wanted, name)]
     if changed:
         fixed, asked = (", ".join(f"{name}={of[name]!r}" for name in changed) for of in (was, now))
         raise RuntimeError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import jax
 
+from slidedp_jax import host_watch
 from slidedp_jax.errors import UserError
 from slidedp_jax.machine_here import machine_here
 from slidedp_jax.models.config import ModelConfig
@@ -43,7 +45,7 @@ def this_machine(
         machines that grow as they are used); limits of control groups hold in any case.
       measured: whose rates to take; None: those of the nearest preset.
     """
-    devices, _ = current_setup().devices()
+    devices = current_setup().own_devices()
     kind = devices[0].device_kind
     memory = available_host_memory(stated_bytes=stated_host_bytes)
     if measured is None:
@@ -58,8 +60,25 @@ def this_machine(
         provenance=f"{rates.provenance}; memory as found ({memory.describe()})",
     )
     if profile.unified_memory:
-        return replace(profile, device_memory_bytes=memory.available_bytes)
+        return _of_all_hosts(replace(profile, device_memory_bytes=memory.available_bytes))
     limits = [_bytes_limit(device) for device in devices]
+    return _of_all_hosts(_with_device_limits(profile, limits))
+
+
+def _of_all_hosts(profile: HardwareProfile) -> HardwareProfile:
+    """What every host has at least, so that all make one plan."""
+    watch, hosts = host_watch.watch(), current_setup().hosts
+    if watch is None:
+        return profile
+    names = ("num_host_cores", "host_memory_bytes", "device_memory_bytes")
+    own = json.dumps([getattr(profile, name) for name in names])
+    found = [json.loads(text) for text in watch.exchange(own)]
+    least = dict(zip(names, map(min, zip(*found, strict=True)), strict=True))
+    provenance = f"{profile.provenance}; of {hosts.num_hosts} hosts, what each has at least"
+    return replace(profile, num_hosts=hosts.num_hosts, provenance=provenance, **least)
+
+
+def _with_device_limits(profile: HardwareProfile, limits: Sequence[int]) -> HardwareProfile:
     return replace(
         profile,
         device_memory_bytes=min(limits) + profile.device_reserve_bytes,

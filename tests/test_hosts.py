@@ -86,6 +86,10 @@ def test_one_host_can_be_stated_whatever_the_launcher_says():
     assert found(SLURM | {"SLURM_STEP_NUM_TASKS": "16"}, num_hosts=1) == (1, 0, None)
 
 
+def test_who_says_so_does_not_make_hosts_others():
+    assert resolve_hosts({}) == resolve_hosts({}, num_hosts=1) == resolve_hosts({"NNODES": "1"})
+
+
 def test_a_batch_script_and_a_step_of_one_task_are_one_host():
     script = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_NODEID": "0"}
     assert found(script) == (1, 0, None)

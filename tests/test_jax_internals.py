@@ -566,3 +566,21 @@ def test_failures_of_orbax_are_said_once(monkeypatch):
     finally:
         for name, before in filters.items():
             logging.getLogger(name).filters[:] = before
+
+
+def test_the_service_of_several_hosts_keeps_values_and_has_barriers():
+    printed = run(
+        "import socket, jax\n"
+        "from slidedp_jax.jax_internals import service_client\n"
+        "assert service_client() is None\n"
+        "with socket.socket() as tried:\n"
+        "    tried.bind(('127.0.0.1', 0)); port = tried.getsockname()[1]\n"
+        "jax.distributed.initialize(f'127.0.0.1:{port}', 1, 0)\n"
+        "client = service_client()\n"
+        "client.key_value_set('a/b/0', 'one', allow_overwrite=True)\n"
+        "client.key_value_set('a/b/0', 'two', allow_overwrite=True)\n"
+        "client.key_value_set('a/bc/0', 'three', allow_overwrite=True)\n"
+        "client.wait_at_barrier('here', 1000)\n"
+        "print(client.key_value_dir_get('a/b/'), client.key_value_dir_get('x/'))"
+    )
+    assert printed.strip() == "[('a/b/0', 'two')] []"

@@ -6,6 +6,7 @@
 | `record.py` | `trainer.json`: what a checkpoint says of itself, and who can go on from it |
 | `contents.py` | what lies in one, without its model: verified, copied |
 | `retention.py` | which checkpoints there are, and which stay |
+| `save_together.py` | one that several hosts write |
 | `save_beside.py` | a save that is under way while training goes on |
 | `snapshot_writer.py`, `copy_buffer.py` | a snapshot copied, and written behind that |
 | `stored_arrays.py` | which arrays there are, and in which pieces they travel |

@@ -125,7 +125,7 @@ class ArrayWriter:
         self.sums = Sums()
         self._lock = threading.Lock()
         self._open: dict[StoredArray, DirectFile] = {}
-        for item, text in _metadata_of_items(self._arrays).items():
+        for item, text in metadata_of_items(self._arrays).items():
             (folder / item).mkdir()
             write_new(folder / item / METADATA, text)
 
@@ -252,12 +252,13 @@ def check_metadata(checkpoint: pathlib.Path, arrays: Sequence[StoredArray]) -> N
       ValueError: they are not; `restore` does not read it, but plain Orbax does.
       OSError: the file system refuses.
     """
-    for item, text in _metadata_of_items(arrays).items():
+    for item, text in metadata_of_items(arrays).items():
         if (checkpoint / item / METADATA).read_bytes() != text.encode():
             raise ValueError(f"{METADATA} of {item} is not what was written")
 
 
-def _metadata_of_items(arrays: Sequence[StoredArray]) -> dict[str, str]:
+def metadata_of_items(arrays: Sequence[StoredArray]) -> dict[str, str]:
+    """Of each item of these arrays, which must be all of theirs, the text of its `_METADATA`."""
     own: dict[str, list[tuple[str, str]]] = {}
     for array in arrays:
         own.setdefault(array.item, []).append((array.name, array.key))

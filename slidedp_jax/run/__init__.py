@@ -14,6 +14,7 @@
 | `resume.py` | going on with a run: how much is left, what has changed, by which plan |
 | `same_inputs.py` | whether rows, tokenizer and model are those of the run, by content |
 | `folder.py`, `record.py`, `replaced.py`, `lock.py`, `writable.py` | the output folder |
+| `many_hosts.py` | what the hosts of a run do together |
 | `disk.py` | what a run will write there, against what is free |
 | `loop.py` | one run with everything checked |
 | `held_out.py`, `samples.py` | rows that are evaluated, what their losses decide; samples |

@@ -196,6 +196,18 @@ class TrainArguments:
         "plan with the rates of this file of `slidedp measure`; auto: this machine's",
         None,
     )
+    network_gb_per_s: float | None = _setting(
+        "devices", "with hardware: into each of several hosts from the others", None
+    )
+    num_hosts: int | None = _setting(
+        "devices", "hosts that train together; null: as environment or launcher say", None
+    )
+    host_index: int | None = _setting(
+        "devices", "which of them this is, from 0; null: so, too", None
+    )
+    coordinator: str | None = _setting(
+        "devices", "address:port of the first one, where they meet; null: so, too", None
+    )
     dry_run: bool = _setting("devices", "check everything, print the plan, stop", False)
 
     save_steps: int | None = _setting("output", "steps between saves; null: see save_at_end", 500)

@@ -218,7 +218,9 @@ def make_plan(
     if args.hardware is not None:
         try:
             stated = Stated(**{name: getattr(args, name) for name in STATED})
-            hardware = machine(args.hardware, num_devices, stated)
+            hosts = args.num_hosts or 1
+            each = num_devices // hosts
+            hardware = machine(args.hardware, each, stated, num_hosts=hosts)
         except ValueError as error:
             raise UserError(str(error)) from None
         _check_budgets(args, hardware)

@@ -8,6 +8,7 @@ from typing import Any
 from slidedp_jax.pretrained import Pretrained
 from slidedp_jax.run.arguments import TrainArguments
 from slidedp_jax.run.folder import RunFolder
+from slidedp_jax.run.many_hosts import all_say
 from slidedp_jax.run.model_card import NAME, is_card_of, model_card
 from slidedp_jax.state.weight_rounding import WeightRounding
 from slidedp_jax.trainer import Trainer
@@ -40,7 +41,8 @@ def export_run(
         step, how = trainer.step_count, export_text(trainer.weight_rounding, args)
         weights = weights_text(how, args.ema_decay if averaged else None)
         card = path / NAME
-        if card.is_file() and is_card_of(card.read_text("utf-8"), step=step, weights=weights):
+        there = card.is_file() and is_card_of(card.read_text("utf-8"), step=step, weights=weights)
+        if all_say(trainer.together, there):
             continue
         fresh = path.with_name(f".{path.name}{UNFINISHED}")
         pretrained.export(
@@ -51,8 +53,9 @@ def export_run(
             averaged=averaged,
             more_files={NAME: model_card(run, step=step, weights=weights, tokens_seen=tokens_seen)},
         )
-        remove_whole(path)  # not before the new one is complete
-        fresh.rename(path)
+        if folder.is_owner:
+            remove_whole(path)  # not before the new one is complete
+            fresh.rename(path)
 
 
 def weights_text(how: str, average: float | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import itertools
+import os
 import pathlib
 from typing import Any
 
@@ -34,6 +35,9 @@ class RunFolder:
       notes: for the user.
       replaces: the run in the folder is to be replaced.
       made: folders that were made for it, innermost first.
+      is_owner: whether this process writes into it; of several hosts, the first one does.
+      found_nothing: what the owner has found of `left_nothing`; None: to be looked up.
+      begun_at: what the owner takes for `started`; None: to be looked up.
     """
 
     root: pathlib.Path
@@ -43,16 +47,27 @@ class RunFolder:
     notes: tuple[str, ...] = ()
     replaces: bool = False
     made: tuple[pathlib.Path, ...] = ()
+    is_owner: bool = True
+    found_nothing: bool | None = None
+    begun_at: datetime.datetime | None = None
+
+    def begun(self, at: datetime.datetime) -> RunFolder:
+        """The same, with that for `started`."""
+        return dataclasses.replace(self, begun_at=at)
 
     @property
     def started(self) -> datetime.datetime:
         """When the run was started first, in local time without a zone; now, if this is that."""
+        if self.begun_at is not None:
+            return self.begun_at
         before = None if self.previous is None else self.previous.get("started")
         return datetime.datetime.fromisoformat(before) if before else datetime.datetime.now()
 
     @property
     def left_nothing(self) -> bool:
         """The run in the folder ended before it left a checkpoint or an export."""
+        if self.found_nothing is not None:
+            return self.found_nothing
         return self.resume_from is None and not _exported(self.root)
 
     @property
@@ -62,8 +77,8 @@ class RunFolder:
 
     @property
     def metrics(self) -> pathlib.Path:
-        """One JSON object per step."""
-        return self.root / "metrics.jsonl"
+        """One JSON object per step; who does not own the folder keeps none."""
+        return self.root / "metrics.jsonl" if self.is_owner else pathlib.Path(os.devnull)
 
     @property
     def samples(self) -> pathlib.Path:
@@ -85,16 +100,22 @@ class RunFolder:
 
         A run that is to be replaced is set aside, until `succeeded`.
         """
+        if not self.is_owner:
+            return
         if self.replaces:
             ReplacedRun(self.root).set_aside()
         write_run(self.root, record)
 
     def succeeded(self) -> None:
         """The run has left something that lasts; one that it replaces is deleted."""
+        if not self.is_owner:
+            return
         ReplacedRun(self.root).drop()
 
     def failed(self) -> bool:
         """The run ends by an error; whether one that it was to replace had to be brought back."""
+        if not self.is_owner:
+            return False
         old = ReplacedRun(self.root)
         was_aside = old.is_aside
         old.bring_back()
@@ -107,6 +128,8 @@ class RunFolder:
 
     def abandon(self) -> None:
         """The process ends at once: leave what the next start would find."""
+        if not self.is_owner:
+            return
         self.failed()
         _remove_leftovers(self.root)
         self.close()
@@ -118,8 +141,9 @@ class RunFolder:
 
     def drop_metrics_after(self, step: int) -> None:
         """Forget logged steps that the resumed run will take again, and their samples."""
-        drop_after(self.metrics, step)
-        drop_after(self.samples, step)
+        if self.is_owner:
+            drop_after(self.metrics, step)
+            drop_after(self.samples, step)
 
 
 def open_run_folder(args: TrainArguments) -> RunFolder:

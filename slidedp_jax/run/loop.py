@@ -16,7 +16,7 @@ import numpy as np
 
 import slidedp_jax
 from slidedp_jax.checkpoint.record import ROUNDING
-from slidedp_jax.interrupts import StopAtSignal
+from slidedp_jax.interrupts import EXIT_AGAIN, StopAtSignal
 from slidedp_jax.planner.hardware import size_text
 from slidedp_jax.planner.report import plan_as_dict
 from slidedp_jax.planner.search import Plan
@@ -38,6 +38,7 @@ from slidedp_jax.run.held_out import (
     rows_fingerprint,
 )
 from slidedp_jax.run.learning_rate import learning_rate
+from slidedp_jax.run.many_hosts import all_say, together_of
 from slidedp_jax.run.metrics_file import EVALUATED_ROWS, MetricsFile, evaluated, has_evaluation
 from slidedp_jax.run.optimizers import make_optimizer
 from slidedp_jax.run.overview import step_seconds
@@ -88,6 +89,9 @@ class Run:
         self._tracer = StepTracer()
         self._to_track: list[dict[str, Any]] = []
         self._forecast = Forecast(plan)
+        self._stopped_elsewhere = False
+        self._stops: bool | None = None  # what several hosts have agreed on
+        self._together = together_of(current_setup().hosts)
         self._saves = Saves(
             args,
             plan,
@@ -95,6 +99,7 @@ class Run:
             metrics=folder.metrics,
             held_out_rows=self._held_out_rows() if inputs.evaluation else None,
             saved=folder.succeeded,
+            is_owner=folder.is_owner,
         )
         self._samples = Samples(args, inputs.pretrained.tokenizer, folder.samples)
 
@@ -135,7 +140,7 @@ class Run:
             "stopping after this step; a checkpoint is written (once more: at once)"
         ):
             complete = self._loop(trainer, first_step)
-        if self._stop.requested and trainer.step_count == self._saves.step:
+        if self._stops is None and self._stop.requested and trainer.step_count == self._saves.step:
             complete = False  # it came after the last step; what is left is done by the next start
         return self._finish(trainer, complete=complete)
 
@@ -196,12 +201,18 @@ class Run:
             num_steps=num_steps,
             logging_steps=args.logging_steps,
             bar=not args.disable_tqdm,
-            tools=make_tools(args, first_step=first_step, starts=self._run_record["starts"]),
+            tools=make_tools(args, first_step=first_step, starts=self._run_record["starts"])
+            if self._folder.is_owner
+            else {},
         )
         progress.track(self._to_track)
         gpus = current_setup().devices()[0][0].platform == "gpu"
         profile = Profile(
-            args.profiled, self._folder.root / "profile", self._tracer, progress.say, gpus=gpus
+            args.profiled if self._folder.is_owner else None,
+            self._folder.root / "profile",
+            self._tracer,
+            progress.say,
+            gpus=gpus,
         )
         try:
             for step in range(first_step + 1, num_steps + 1):
@@ -212,7 +223,7 @@ class Run:
                 if self._forecast.is_due:
                     self._tell_forecast(progress, step)
                 last = step == num_steps
-                stopping = self._stop.requested
+                stopping = self._stop.requested if self._stops is None else self._stops
                 ends = stopping or (last and args.save_at_end)
                 if not ends and not last:  # else what went wrong must not keep the weights back
                     self._saves.look(progress)
@@ -244,8 +255,10 @@ class Run:
         data_s = time.perf_counter() - start
         progress.begin_step(batch.arrays["input_ids"].shape[1])
         arrays = batch.arrays | {"row_ids": np.array(batch.row_ids)}
-        metrics = trainer.step(arrays)
+        metrics = trainer.step(arrays, stop=self._stop.requested)
         issued = time.perf_counter()
+        self._stopped_elsewhere = metrics.stop and not self._stop.requested
+        self._stops = metrics.stop if self._together is not None else None
         loss, norm, skipped = metrics.loss, metrics.grad_norm, metrics.skipped
         seconds = time.perf_counter() - start
         self._timed.append((batch.num_tokens, seconds))
@@ -254,7 +267,7 @@ class Run:
         self._tokens_seen += batch.num_tokens
         self._padding_seen += arrays["input_ids"].size - batch.num_tokens
         self._skipped += skipped
-        num_devices = self._plan.job.hardware.num_devices
+        num_devices = self._plan.job.hardware.total_devices
         flops = self._workload.model_flops_per_step(
             BatchShape(num_rows=len(arrays["input_ids"]), seq_length=arrays["input_ids"].shape[1])
         )
@@ -319,7 +332,8 @@ class Run:
         """Before the first step; after a signal, a kill, or with rows not measured so far."""
         if not self._evaluation_due(step, self._inputs.num_steps):
             return
-        if has_evaluation(self._folder.metrics, step, self._held_out_rows()):
+        there = has_evaluation(self._folder.metrics, step, self._held_out_rows())
+        if all_say(self._together, there):
             return
         metrics = MetricsFile(self._folder.metrics)
 
@@ -394,7 +408,7 @@ class Run:
         """Samples, export and the summary."""
         if not complete:
             print(f"stopped at step {trainer.step_count}; the same command goes on from there")
-            return self._stop.exit_code
+            return EXIT_AGAIN if self._stopped_elsewhere else self._stop.exit_code
         self._samples.take(trainer, "after training", functools.partial(print, flush=True))
         if self._exports:
             export_run(
@@ -499,6 +513,6 @@ def _short(value: Any) -> float:
 
 def _device_peak_gib() -> float | None:
     """Largest peak over the compute devices; None where the backend does not tell."""
-    stats = [device.memory_stats() or {} for device in current_setup().devices()[0]]
+    stats = [device.memory_stats() or {} for device in current_setup().own_devices()]
     peaks = [entry["peak_bytes_in_use"] for entry in stats if "peak_bytes_in_use" in entry]
     return max(peaks) / 2**30 if peaks else None

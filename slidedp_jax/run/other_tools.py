@@ -78,6 +78,9 @@ _CALLED: _Table = (
     ("data_cache", "dataset_prepared_path tokenized_path data_cache_dir"),
     ("logging_steps", "log_every_n_steps log_interval steps_per_print"),
     ("num_devices", "n_gpu n_gpus num_gpus num_processes nproc_per_node world_size"),
+    ("num_hosts", "nnodes num_nodes num_machines"),
+    ("host_index", "node_rank machine_rank"),
+    ("coordinator", "master_addr main_process_ip"),
     ("devices", "gpu_ids cuda_visible_devices visible_devices"),
     ("platform", "use_cpu no_cuda device accelerator"),
     ("shuffle", "shuffle_dataset shuffle_merged_datasets disable_shuffling"),
@@ -173,10 +176,9 @@ _ANSWERS: _Table = (
     ),
     (
         "one process uses the GPUs of one host, all of them unless `num_devices` or `devices` "
-        "says otherwise; no launcher is needed",
-        "local_rank nnodes node_rank master_addr master_port main_process_port num_machines "
-        "machine_rank accelerator_config accelerate_config parallelism_config "
-        "tensor_parallel_size tensor_parallel_degree pipeline_parallel_size "
+        "says otherwise; no launcher is needed, and several hosts are `num_hosts`",
+        "local_rank master_port main_process_port accelerator_config accelerate_config "
+        "parallelism_config tensor_parallel_size tensor_parallel_degree pipeline_parallel_size "
         "sequence_parallel_degree sequence_parallel_size context_parallel_size data_parallel_size "
         "heads_k_stride ring_attn_func ddp log_on_each_node save_on_each_node ddp_* nccl_*",
     ),

@@ -159,6 +159,7 @@ def planned_for() -> dict[str, Any]:
         "device_kind": devices[0].device_kind,
         "num_devices": len(devices),
         "num_host_devices": setup.num_host_devices,
+        **({"num_hosts": setup.hosts.num_hosts} if setup.hosts.num_hosts > 1 else {}),
     }
 
 

@@ -32,6 +32,7 @@ class Saves:
       metrics: its metrics.jsonl.
       held_out_rows: fingerprint of the rows that are evaluated; None: none are.
       saved: called after each checkpoint that has been written.
+      is_owner: whether checkpoints that need not stay are this process's to delete.
 
     Attributes:
       not_saved: why the last checkpoint of the run could not be written, if it could not.
@@ -47,6 +48,7 @@ class Saves:
         metrics: pathlib.Path,
         held_out_rows: str | None,
         saved: Callable[[], None],
+        is_owner: bool = True,
     ):
         self.not_saved: OSError | None = None
         self.step: int | None = None
@@ -56,6 +58,7 @@ class Saves:
         self._metrics = metrics
         self._rows = held_out_rows
         self._saved = saved
+        self._is_owner = is_owner
         self._retention = Retention(last=args.save_total_limit, every=args.save_keep_every)
         self._last = time.monotonic()
         self._under_way: tuple[SaveBeside, float] | None = None
@@ -91,7 +94,7 @@ class Saves:
                 if not waits:
                     raise
                 progress.say(f"a checkpoint was not written: {error}")
-            if waits or not self._args.save_beside:
+            if waits or not self._args.save_beside or trainer.together is not None:
                 path = trainer.save(self._folder, extra)
                 self._done(trainer.step_count, progress)
                 progress.say(f"saved {path}")
@@ -149,6 +152,8 @@ class Saves:
     def _done(self, step: int, progress: Progress) -> None:
         """It is whole, so that what cannot be deleted for it is no failure of the run."""
         self.step = step
+        if not self._is_owner:
+            return
         try:
             self._saved()
             errors = self._retention.apply(self._folder, self._stays())

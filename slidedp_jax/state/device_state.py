@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
+from slidedp_jax.state.host_share import WHOLE, HostShare
 from slidedp_jax.state.layout import FlatLayout, spans
 
 _ELEMENTS_AT_ONCE = 1 << 24
@@ -29,13 +30,19 @@ class DevicePartState:
 
     Args:
       layout: of the part.
-      arrays: [padded_size] each, zeros where no parameter is, sharded over the compute devices.
+      arrays: [padded_size / H] each, zeros where no parameter is, sharded over the compute devices
+        of this host.
+      share: the part of the flat arrays that lies on this host.
     """
 
     elements_at_once = _ELEMENTS_AT_ONCE
 
-    def __init__(self, layout: FlatLayout, arrays: Sequence[jax.Array]):
+    def __init__(self, layout: FlatLayout, arrays: Sequence[jax.Array], share: HostShare = WHOLE):
         self.layout = layout
+        self._first = share.first(layout.padded_size)
+        self._share = share
+        owned = (share.owned(layout.padded_size, slot.offset, slot.size) for slot in layout.slots)
+        self._num_parameters = sum(own.stop - own.start for own in owned)
         self.dtypes = [array.dtype for array in arrays]
         self._arrays = list(arrays)
         self._written: dict[int, _Written] = {}
@@ -56,7 +63,12 @@ class DevicePartState:
         self._arrays = list(arrays)
 
     def write(self, index: int, offset: int, values: np.ndarray) -> None:
-        """Set a range of array `index`; several threads may write different ranges."""
+        """Set a range of array `index`; several threads may write different ranges.
+
+        What lies on other hosts is left to them.
+        """
+        own = self._share.owned(self.layout.padded_size, offset, len(values))
+        values, offset = values[own], offset + own.start - self._first
         if not len(values):
             return
         with self._changed:
@@ -73,7 +85,7 @@ class DevicePartState:
             with self._changed:
                 written.writers -= 1
                 written.ranges[offset] = max(done, written.ranges.get(offset, 0))
-                whole = sum(written.ranges.values()) >= self.layout.num_parameters
+                whole = sum(written.ranges.values()) >= self._num_parameters
                 if whole and not written.writers:
                     self._send(index)
                 self._changed.notify_all()
@@ -82,7 +94,7 @@ class DevicePartState:
         """Bring what was written into an array, and free it."""
         written, old = self._written.pop(index), self._arrays[index]
         values = written.values
-        if not written.covers(self.layout.num_parameters):
+        if not written.covers(self._num_parameters):
             values = np.array(old)
             for offset, size in written.ranges.items():
                 values[offset : offset + size] = written.values[offset : offset + size]
@@ -97,16 +109,19 @@ class DevicePartState:
     def read_into(self, index: int, offset: int, out: np.ndarray) -> None:
         """Copy the range of array `index` that begins at `offset` and is as long as `out`.
 
-        All of it is cut on the devices before any is waited for: a program waits for those of a
-        step that were issued before it. So that takes as much memory there as `out`, but no more
-        than `elements_at_once` elements.
+        It lies on this host. All of it is cut on the devices before any is waited for: a program
+        waits for those of a step that were issued before it. So that takes as much memory there as
+        `out`, but no more than `elements_at_once` elements.
         """
+        if not len(out):
+            return
         array = self.arrays[index]
         sharding = array.sharding
         assert isinstance(sharding, NamedSharding)
         share = len(array) // sharding.mesh.size
         block_size = self.layout.block_size
-        for piece, inner, outer in spans(offset, len(out), share):
+        assert 0 <= offset - self._first <= len(array) - len(out), "on another host"
+        for piece, inner, outer in spans(offset - self._first, len(out), share):
             own = array.addressable_data(piece)
             for first in range(0, outer.stop - outer.start, self.elements_at_once):
                 some = out[outer][first : first + self.elements_at_once]

@@ -24,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from slidedp_jax.jax_internals import addresses, raw_view
 from slidedp_jax.state.device_state import DevicePartState
+from slidedp_jax.state.host_share import WHOLE, HostShare
 from slidedp_jax.state.layout import FROZEN, ChunkLayout, FlatLayout, Slot
 from slidedp_jax.state.pinned_memory import PageLock
 from slidedp_jax.state.split_float import DitherOf, join_into, split_numpy
@@ -52,8 +53,10 @@ class PartState:
 
     elements_at_once = _ELEMENTS_AT_ONCE
 
-    def __init__(self, layout: FlatLayout, arrays: Sequence[jax.Array]):
+    def __init__(self, layout: FlatLayout, arrays: Sequence[jax.Array], share: HostShare = WHOLE):
         self.layout = layout
+        self.share = share
+        self._first_piece = share.first(layout.num_pieces)
         self.dtypes = [array.dtype for array in arrays]
         self.arrays = list(arrays)
         self._pointers = [addresses(array) for array in self.arrays]
@@ -77,14 +80,26 @@ class PartState:
         self.arrays = list(arrays)
 
     def write(self, index: int, offset: int, values: np.ndarray) -> None:
-        """Set a range of array `index`; several threads may write different ranges."""
+        """Set a range of array `index`; several threads may write different ranges.
+
+        What lies on other hosts is left to them.
+        """
+        first, views = self._first_piece, self.views[index]
         for piece, inner, outer in self.layout.spans(offset, len(values)):
-            self.views[index][piece][inner] = values[outer]
+            if 0 <= piece - first < len(views):
+                views[piece - first][inner] = values[outer]
 
     def read_into(self, index: int, offset: int, out: np.ndarray) -> None:
-        """Copy the range of array `index` that begins at `offset` and is as long as `out`."""
+        """Copy the range of array `index` that begins at `offset` and is as long as `out`.
+
+        All of it lies on this host.
+        """
+        first, views = self._first_piece, self.views[index]
+        if not len(out):
+            return
         for piece, inner, outer in self.layout.spans(offset, len(out)):
-            out[outer] = self.views[index][piece][inner]
+            assert 0 <= piece - first < len(views), f"{self.layout.name}: on another host"
+            out[outer] = views[piece - first][inner]
 
     def read(self, index: int, offset: int, size: int) -> np.ndarray:
         """A fresh copy of a range of array `index`."""
@@ -112,8 +127,10 @@ class HostStore:
         these is needed for page-locking too.
       upload_low: whether `low` is uploaded too (fp32 compute) and so page-locked.
       rounding: how masters become `high`.
+      share: the part of every flat array that lies on this host.
 
     Attributes:
+      share: the same.
       rounding: the same. To go on with another, write every parameter anew after changing it.
     """
 
@@ -126,7 +143,9 @@ class HostStore:
         device_sharding: NamedSharding,
         upload_low: bool,
         rounding: WeightRounding,
+        share: HostShare = WHOLE,
     ):
+        self.share = share
         self.mesh = Mesh(
             np.array(host_devices), (HOST_AXIS,), axis_types=(jax.sharding.AxisType.Auto,)
         )
@@ -161,9 +180,10 @@ class HostStore:
         def allocate(layout: FlatLayout, resident: bool) -> AnyPartState:
             state = () if layout.kind == FROZEN else state_dtypes[layout.kind]
             dtypes = map(jnp.dtype, (jnp.bfloat16, jnp.int16, *state))
-            arrays = [zeros[resident](layout.padded_size, dtype) for dtype in dtypes]
+            size = self.share.size(layout.padded_size)
+            arrays = [zeros[resident](size, dtype) for dtype in dtypes]
             made = DevicePartState if resident else PartState
-            return made(layout, jax.block_until_ready(arrays))
+            return made(layout, jax.block_until_ready(arrays), self.share)
 
         return [
             tuple(allocate(part, layout.resident) for part in layout.parts)
@@ -197,7 +217,7 @@ class HostStore:
 
     @property
     def owned_bytes(self) -> int:
-        """Bytes of all arrays, padding included."""
+        """Bytes of all arrays on this host, padding included."""
         return self._bytes(self.parts)
 
     @property
@@ -222,12 +242,17 @@ class HostStore:
         self.write_at(name, 0, values.reshape(-1))
 
     def write_at(self, name: str, start: int, values: np.ndarray) -> None:
-        """Set elements of a parameter's flattened master weights, from `start` on."""
+        """Set elements of a parameter's flattened master weights, from `start` on.
+
+        What lies on other hosts is left to them.
+        """
         part, slot = self._find(name)
-        for done in range(0, len(values), _ELEMENTS_AT_ONCE):
+        own = self._owned(part, slot.offset + start, len(values))
+        for done in range(own.start, own.stop, _ELEMENTS_AT_ONCE):
             first = start + done
             high, low = split_numpy(
-                values[done : done + _ELEMENTS_AT_ONCE], self._dither_from(name, first)
+                values[done : min(done + _ELEMENTS_AT_ONCE, own.stop)],
+                self._dither_from(name, first),
             )
             part.write(0, slot.offset + first, high)
             part.write(1, slot.offset + first, low)
@@ -259,6 +284,11 @@ class HostStore:
         """The bf16 weights of a parameter that devices compute with, a fresh array of its shape."""
         part, slot = self._find(name)
         return part.read(0, slot.offset, slot.size).reshape(slot.shape)
+
+    def read_rounded_into(self, name: str, start: int, out: np.ndarray) -> None:
+        """Elements of the flattened parameter as devices compute with them, from `start` on."""
+        part, slot = self._find(name)
+        part.read_into(0, slot.offset + start, out)
 
     def state_specs(self, name: str) -> list[jax.ShapeDtypeStruct]:
         """Shape and dtype of each optimizer state array of a parameter; none if it is frozen."""
@@ -311,6 +341,15 @@ class HostStore:
         """
         part, slot = self._find(name)
         return (part, slot.offset) if isinstance(part, DevicePartState) else None
+
+    def owned(self, name: str, host: int | None = None) -> slice:
+        """Elements of a flattened parameter that lie on a host; None: on this one."""
+        part, slot = self._find(name)
+        share = self.share if host is None else self.share.on_host(host)
+        return share.owned(part.layout.padded_size, slot.offset, slot.size)
+
+    def _owned(self, part: AnyPartState, offset: int, size: int) -> slice:
+        return self.share.owned(part.layout.padded_size, offset, size)
 
     def is_resident(self, name: str) -> bool:
         """Whether a parameter's state stays on the compute devices."""

@@ -62,7 +62,7 @@ def chunks_of(
             stages,
             groups,
             block_size=strategy.block_size,
-            num_pieces=strategy.num_host_devices,
+            num_pieces=strategy.num_host_devices * strategy.num_hosts,
             by_rows=projection if projection in names else None,
             kinds={parameter: kinds.get(parameter, FROZEN) for parameter in names},
         )

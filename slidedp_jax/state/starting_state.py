@@ -14,6 +14,7 @@ from slidedp_jax.errors import UserError
 from slidedp_jax.models.streamed import StreamedModel
 from slidedp_jax.planner.pinned_pool import pool_regions
 from slidedp_jax.planner.strategy import Strategy
+from slidedp_jax.state.host_share import WHOLE, HostShare
 from slidedp_jax.state.host_store import HostStore
 from slidedp_jax.state.layout import ChunkLayout
 from slidedp_jax.state.pinned_memory import check_pinned_limit, reserve_pinned
@@ -45,6 +46,7 @@ def make_state(
     rounding: WeightRounding,
     seed: int,
     for_training: bool,
+    share: HostShare = WHOLE,
 ) -> HostStore:
     """The state with its weights; optimizer state is there but not initialised.
 
@@ -54,11 +56,12 @@ def make_state(
       state_dtypes: for each kind of update, dtypes of the optimizer's flat state arrays.
       strategy: dtype and gradient route.
       host_devices: CPU devices over which the state is sharded.
-      device_sharding: over the compute devices.
+      device_sharding: over the compute devices of this host.
       parameters: starting weights; None for the model's initial values.
       rounding: how masters become the weights that compute.
       seed: of the model's initial values.
       for_training: make page-locked memory for gradients.
+      share: what lies on this host.
 
     Raises:
       UserError: `parameters` are not those of the model, or the gradients exceed the limit of
@@ -74,6 +77,7 @@ def make_state(
         device_sharding=device_sharding,
         upload_low=strategy.compute_dtype == "float32",
         rounding=rounding,
+        share=share,
     )
     try:
         with ThreadPoolExecutor(1) as pool:
@@ -90,7 +94,7 @@ def make_state(
 def gradient_regions(
     layouts: Sequence[ChunkLayout], strategy: Strategy, num_devices: int
 ) -> tuple[int, ...]:
-    """Page-locked regions that hold what a step sends off the devices, bytes each.
+    """Page-locked regions that hold what a step sends off this host's devices, bytes each.
 
     Boundary activations, which have their places for good, then all gradients.
     """
@@ -103,7 +107,8 @@ def gradient_regions(
         if not layout.resident:
             for part in layout.trained_parts:
                 slices = strategy.vocab_slices if part.by_rows else 1
-                size = part.padded_size * strategy.gradient_bytes / share / slices
+                of_host = part.padded_size / strategy.num_hosts
+                size = of_host * strategy.gradient_bytes / share / slices
                 requests += [size] * (copies * share * slices)
     return pool_regions(requests)
 

@@ -22,12 +22,14 @@ class StepOutputs:
       figures: what that loss reports, float32 scalars by name.
       squares: per trained chunk in forward order, sums of squares of the gradient shards, float32
         [G].
+      flags: of several hosts, per device what its host has said of the step, int32 [G, n].
     """
 
     losses: list[jax.Array]
     aux: list[jax.Array]
     figures: dict[str, jax.Array]
     squares: list[jax.Array]
+    flags: jax.Array | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,6 +33,7 @@ class StepMetrics:
         num_supervised: int,
         num_tokens: int,
         update: Callable[[], StepUpdate],
+        flags: jax.Array | None = None,
     ):
         self.step = step
         self.num_tokens = num_tokens
@@ -41,6 +42,7 @@ class StepMetrics:
         self._aux = aux
         self._figures = figures or {}
         self._update = update
+        self._flags = flags
 
     def __repr__(self) -> str:
         """One line, also within lists and on a prompt; waits for the figures."""
@@ -74,10 +76,27 @@ class StepMetrics:
         """Global norm of the gradients before clipping."""
         return self._update().grad_norm
 
+    @cached_property
+    def stop(self) -> bool:
+        """Whether any of several hosts asked to stop after this step (`Trainer.step`)."""
+        return self._flags is not None and bool(np.asarray(self._flags)[:, 0].any())
+
     @property
     def skipped(self) -> bool:
         """Whether the step was skipped for a non-finite norm or a loss above the limit."""
         return self._update().skipped
+
+
+def hosts_differ(flags: jax.Array) -> str:
+    """Whether hosts were given different rows, in words; empty: all the same."""
+    rows = np.asarray(flags)[:, 1]
+    odd = np.flatnonzero(rows != rows[0])
+    if not len(odd):
+        return ""
+    return (
+        f"hosts were given different rows (the devices from {odd[0]} on others than device 0), so "
+        "they would not train as one. Give every host the same batches, in the same order"
+    )
 
 
 def mean_loss(losses: Sequence[jax.Array], num_supervised: int) -> float:

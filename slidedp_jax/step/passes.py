@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, final
 
 import jax
@@ -17,6 +19,7 @@ from slidedp_jax.step.batch import PreparedBatch, prepare
 from slidedp_jax.step.in_flight import StepOutputs
 from slidedp_jax.step.pipeline import GradientSink, Pipeline
 from slidedp_jax.step.programs import ComputePrograms
+from slidedp_jax.transfer.copies import first_of_this_host, place
 from slidedp_jax.transfer.routes import DATA_AXIS, Gradient, GradientPath, SentSlices
 from slidedp_jax.transfer.weight_window import StreamedWeights, WeightSource
 from slidedp_jax.update.state_gate import StateGate
@@ -61,6 +64,7 @@ class Passes:
         self._model, self._strategy = model, strategy
         self._seed, self._documents_per_row = seed, documents_per_row
         self._num_devices = mesh.devices.size
+        self._own_devices = first_of_this_host(mesh)[1]
         self._rows = NamedSharding(mesh, PartitionSpec(DATA_AXIS))
         self._same = NamedSharding(mesh, PartitionSpec())
         self._gate, self._weights = gate, weights
@@ -92,17 +96,48 @@ class Passes:
         return prepared
 
     def forward_backward(
-        self, weights: WeightSource, prepared: PreparedBatch, sink: GradientSink
+        self,
+        weights: WeightSource,
+        prepared: PreparedBatch,
+        sink: GradientSink,
+        *,
+        stop: bool = False,
     ) -> StepOutputs:
-        """One pass with gradients: weights from `weights`, gradients to `sink`."""
+        """One pass with gradients: weights from `weights`, gradients to `sink`.
+
+        `stop` is told to all hosts, if there are several.
+        """
         self._gate.check_open()
         assert len(prepared.microbatches) <= self._strategy.num_microbatches
         microbatches = self._place(prepared.microbatches)
-        return self._pipeline.step(weights, microbatches, self._scale(prepared), sink)
+        outputs = self._pipeline.step(weights, microbatches, self._scale(prepared), sink)
+        return self._of_all_hosts(outputs, prepared, stop) if self._many_hosts else outputs
+
+    @property
+    def _many_hosts(self) -> bool:
+        return self._own_devices < self._num_devices
+
+    def _of_all_hosts(
+        self, outputs: StepOutputs, prepared: PreparedBatch, stop: bool
+    ) -> StepOutputs:
+        """With figures that every host can read: one small collective, the last of a step."""
+        rows = zlib.crc32(b"".join(_bytes_of(arrays) for arrays in prepared.microbatches))
+        said = np.array([[stop, np.uint32(rows).astype(np.int32)]], np.int32)
+        own = jax.make_array_from_callback((self._num_devices, 2), self._rows, lambda _: said)
+        parts = [*outputs.losses, *outputs.squares]
+        found, flags = self._programs.on_all_hosts(parts, own)
+        count = len(outputs.losses)
+        return replace(
+            outputs,
+            losses=found[:count],
+            aux=found[count - len(outputs.aux) : count],
+            squares=found[count:],
+            flags=flags,
+        )
 
     def _scale(self, prepared: PreparedBatch) -> jax.Array:
         """1 / supervised tokens, on every device."""
-        scale: jax.Array = jax.device_put(np.float32(1 / prepared.num_supervised), self._same)
+        scale: jax.Array = place(np.float32(1 / prepared.num_supervised), self._same)
         return scale
 
     def send(self, chunk: int, wires: Sequence[jax.Array | SentSlices]) -> Gradient:
@@ -131,6 +166,9 @@ class Passes:
             ]
         if sums:
             losses.append(self._programs.loss_of_sums(sums, self._scale(prepared)).loss)
+        if self._many_hosts:
+            none = np.zeros((self._num_devices, 0), np.int32)
+            losses, _ = self._programs.on_all_hosts(losses, place(none, self._rows))
         return losses
 
     def next_logits(
@@ -151,6 +189,7 @@ class Passes:
         Returns:
           Logits of the token after the last one, float32 [R, V].
         """
+        self._check_may_generate()
         with self._gate.passing(self._weights):
             placed, at = jax.device_put((dict(batch), last), self._rows)
             logits = self._pipeline.next_logits(self._weights, layer_fns, placed, at, caches)
@@ -159,12 +198,19 @@ class Passes:
     def init_caches(self, num_rows: int, capacity: int) -> list[Cache]:
         """Empty caches of all layers, rows spread over the compute devices."""
         self._gate.check()
+        self._check_may_generate()
         assert self._model.cached is not None
         # The same function object every time, so it is compiled once per size.
         init = self._model.cached.init_cache
         make = jax.jit(init, static_argnums=(0, 1, 2), out_shardings=self._rows)
         dtype = jax.numpy.dtype(self._strategy.compute_dtype)
         return [make(num_rows, capacity, dtype) for _ in self._model.layers]
+
+    def _check_may_generate(self) -> None:
+        if self._many_hosts:
+            raise UserError(
+                "generation runs on one host; save a checkpoint, export it, and generate from that"
+            )
 
     def _check_boundaries(self, microbatch: Mapping[str, np.ndarray]) -> None:
         """Whether what passes between chunks has room in host memory."""
@@ -185,4 +231,8 @@ class Passes:
             )
 
     def _place(self, microbatches: Sequence[Mapping[str, Any]]) -> list[dict[str, jax.Array]]:
-        return [jax.device_put(arrays, self._rows) for arrays in microbatches]
+        return [place(arrays, self._rows) for arrays in microbatches]
+
+
+def _bytes_of(arrays: Mapping[str, np.ndarray]) -> bytes:
+    return b"".join(arrays[name].tobytes() for name in sorted(arrays))

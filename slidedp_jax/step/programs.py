@@ -33,6 +33,7 @@ from slidedp_jax.step.layer_functions import (
     merge,
     per_device,
 )
+from slidedp_jax.transfer.copies import place
 from slidedp_jax.transfer.device_map import ROWS, SAME, DeviceMap
 from slidedp_jax.transfer.routes import DATA_AXIS
 from slidedp_jax.transfer.wire_programs import WirePrograms
@@ -110,6 +111,7 @@ class ComputePrograms:
         self.logits_at = self._on_devices(self._logits_at, (SAME, SAME, ROWS, ROWS), ROWS)
         self.loss = self._on_devices(self._loss, (SAME, SAME, ROWS, ROWS), ROWS)
         self._total = self._on_devices(_total, (ROWS,), ROWS)
+        self._on_all_hosts = self._on_devices(_gathered, (ROWS, ROWS), (SAME, SAME))
         self._of_sums = self._on_devices(self._loss_of_sums, (ROWS, SAME), SAME)
         self.embed_backward = self._on_devices(
             self._embed_backward, (SAME, ROWS, ROWS, ROWS), ROWS, donate=(3,)
@@ -119,7 +121,7 @@ class ComputePrograms:
         """A layer's index on every device, int32 [G], as the batches carry it."""
         mesh = self._on_devices.mesh
         rows = NamedSharding(mesh, ROWS)
-        placed: jax.Array = jax.device_put(np.full(mesh.size, index, np.int32), rows)
+        placed: jax.Array = place(np.full(mesh.size, index, np.int32), rows)
         return placed
 
     def totals(self, parts: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
@@ -130,6 +132,20 @@ class ComputePrograms:
         """Sum of float32 [G] arrays."""
         added: jax.Array = self._total(parts)
         return added
+
+    def on_all_hosts(
+        self, parts: Sequence[jax.Array], flags: jax.Array
+    ) -> tuple[list[jax.Array], jax.Array]:
+        """Float32 [G] and int32 [G, n] of each device -> the same, all of them on every device.
+
+        By one collective; what every device has anyway is left as it is.
+        """
+        own = [number for number, part in enumerate(parts) if not part.is_fully_replicated]
+        found, flags = self._on_all_hosts(tuple(parts[number] for number in own), flags)
+        gathered = list(parts)
+        for number, part in zip(own, found, strict=True):
+            gathered[number] = part
+        return gathered, flags
 
     def loss_of_sums(self, sums: Sequence[Sequence[Any]], scale: jax.Array) -> LossOfStep:
         """The loss over the whole step, of what chunks gave per microbatch.
@@ -338,3 +354,11 @@ class ComputePrograms:
 
 def _total(parts: tuple[jax.Array, ...]) -> jax.Array:
     return sum(parts[1:], start=parts[0])
+
+
+def _gathered(parts: tuple[jax.Array, ...], flags: jax.Array) -> Any:
+    """In `shard_map`: float32 [1] each and int32 [1, n] -> float32 [G] each and int32 [G, n]."""
+    bits = [jax.lax.bitcast_convert_type(part, jnp.int32) for part in parts]
+    rows = jax.lax.all_gather(jnp.concatenate([*bits, flags[0]]), DATA_AXIS)
+    columns = jax.lax.bitcast_convert_type(rows[:, : len(parts)], jnp.float32)
+    return tuple(columns[:, number] for number in range(len(parts))), rows[:, len(parts) :]

@@ -8,5 +8,6 @@
 | `wire_programs.py` | flat pieces to parameter trees, gradient trees to flat pieces |
 | `vocabulary_slices.py` | the projection in slices: where they lie, unpacked and packed |
 | `boundary_store.py` | what passes between chunks: on the devices or in host memory |
+| `host_gather.py` | what lies on several hosts, whole on each |
 | `weight_window.py` | weights on the devices: ahead, in use, dropped |
 """

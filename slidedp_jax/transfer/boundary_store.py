@@ -27,7 +27,7 @@ from slidedp_jax.errors import UserError
 from slidedp_jax.jax_internals import is_ready
 from slidedp_jax.planner.strategy import BOUNDARIES_IN_FLIGHT
 from slidedp_jax.tracer import Tracer
-from slidedp_jax.transfer.copies import download
+from slidedp_jax.transfer.copies import download, to_memory
 from slidedp_jax.transfer.device_map import ROWS, DeviceMap
 
 
@@ -127,8 +127,7 @@ class BoundaryStore:
         # The spec that it has: a copy that also changes that is no plain copy.
         assert isinstance(copy.sharding, NamedSharding)
         sharding = NamedSharding(copy.sharding.mesh, copy.sharding.spec)
-        x: jax.Array = jax.device_put(copy, sharding)
-        return x
+        return to_memory(copy, sharding)
 
     def _make_resize(self, tokens: int) -> jax.stages.Wrapped:
         """To so many tokens: the first ones, or zeros behind all."""

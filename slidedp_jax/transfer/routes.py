@@ -17,8 +17,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from slidedp_jax.jax_internals import is_ready
 from slidedp_jax.planner.strategy import GRADIENTS_IN_FLIGHT, GradientRoute, WeightRoute
+from slidedp_jax.state.host_share import WHOLE, HostShare
 from slidedp_jax.state.layout import ChunkLayout, FlatLayout
-from slidedp_jax.transfer.copies import download, on_host_devices, upload
+from slidedp_jax.transfer.copies import (
+    download,
+    first_of_this_host,
+    of_this_host,
+    on_host_devices,
+    upload,
+)
 
 DATA_AXIS = "data"
 
@@ -71,13 +78,18 @@ class ShardAllGather:
     def __init__(self, mesh: Mesh):
         self._mesh = mesh
         self._sharding = NamedSharding(mesh, self.spec)
+        self._first, self._own_devices = first_of_this_host(mesh)
 
     def fetch(self, pieces: Sequence[np.ndarray]) -> tuple[jax.Array, ...]:
-        """K / G arrays; the n-th holds the n-th piece of each device's share."""
-        count = self._mesh.size
-        share = len(pieces) // count
-        shape = (count * pieces[0].shape[0],)
-        return tuple(upload(pieces[n::share], self._sharding, shape) for n in range(share))
+        """K / G arrays; the n-th holds the n-th piece of each device's share.
+
+        Of several hosts, each gives the pieces that it has.
+        """
+        share = len(pieces) // self._own_devices
+        shape = (self._mesh.size * pieces[0].shape[0],)
+        return tuple(
+            upload(pieces[n::share], self._sharding, shape, self._first) for n in range(share)
+        )
 
     def assemble(self, arrays: Sequence[jax.Array]) -> jax.Array:
         """Concatenate the own share, then gather the shares in device order."""
@@ -105,6 +117,7 @@ class GradientPath:
       route: which.
       mesh: compute devices.
       host_sharding: sharding of the host state.
+      own_sharding: over the compute devices of this host.
       wire_dtype: dtype in which gradients travel: bfloat16, or float32 in fp32 compute.
     """
 
@@ -114,6 +127,7 @@ class GradientPath:
         mesh: Mesh,
         host_sharding: NamedSharding,
         wire_dtype: jnp.dtype,
+        own_sharding: NamedSharding | None = None,
     ):
         if route not in ("reduce_scatter", "host_sum"):
             raise ValueError(f"gradient_route={route!r}; allowed: 'reduce_scatter', 'host_sum'")
@@ -122,6 +136,7 @@ class GradientPath:
         self.wire_dtype = wire_dtype
         self._mesh = mesh
         self._host_sharding = host_sharding
+        self._own_sharding = own_sharding or NamedSharding(mesh, PartitionSpec(DATA_AXIS))
         self._leaving: list[Leaving | ArrivingGradient] = []
 
     def to_wire(self, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -163,7 +178,11 @@ class GradientPath:
         """
         if layout.resident:
             return StayingGradient(
-                wires=tuple(wire for wire in wires if not isinstance(wire, SentSlices))
+                wires=tuple(
+                    of_this_host(wire, self._own_sharding)
+                    for wire in wires
+                    if not isinstance(wire, SentSlices)
+                )
             )
         whole = {
             number: download(wire)
@@ -234,13 +253,16 @@ class Gradient(Protocol):
         ...
 
     def summands(self) -> list[list[jax.Array]]:
-        """Per trained part, arrays [padded_size] that add up to its gradient."""
+        """Per trained part, arrays [padded_size / H] that add up to its gradient on this host."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class StayingGradient:
-    """A gradient that is updated from on the devices, sharded over them, one array per part."""
+    """A gradient that is updated from on the devices, one array per part, of this host's devices.
+
+    There it is sharded over them.
+    """
 
     wires: tuple[jax.Array, ...]
 
@@ -286,7 +308,7 @@ class ArrivingGradient:
         jax.block_until_ready(self.pinned)
 
     def summands(self) -> list[list[jax.Array]]:
-        """Per part, arrays [padded_size] over the host devices that share the gradient's memory."""
+        """Per part, arrays over the host devices that share the gradient's memory."""
         return [
             self._summands_of(arrays, layout)
             for arrays, layout in zip(self.arrays, self.layouts, strict=True)
@@ -304,17 +326,28 @@ class ArrivingGradient:
             count = len(parts) // self.num_summands
             for number, own in enumerate(pieces):
                 own += parts[number * count : (number + 1) * count]
-        return [on_host_devices(own, self.host_sharding, layout.padded_size) for own in pieces]
+        return [on_host_devices(own, self.host_sharding, size * len(own)) for own in pieces]
 
 
-def gradients_by_name(layout: ChunkLayout, gradient: Gradient) -> dict[str, np.ndarray]:
-    """A chunk's gradient that has arrived, float32 by full name; frozen parameters have none."""
+def gradients_by_name(
+    layout: ChunkLayout, gradient: Gradient, share: HostShare = WHOLE
+) -> dict[str, np.ndarray]:
+    """A chunk's gradient that has arrived, float32 by full name; frozen parameters have none.
+
+    Of several hosts, what lies on this one, flat.
+    """
     found = {}
     for part, summands in zip(layout.trained_parts, gradient.summands(), strict=True):
         total = np.sum([np.asarray(summand, np.float32) for summand in summands], axis=0)
         for slot in part.slots:
-            found[slot.name] = total[slot.offset : slot.offset + slot.size].reshape(slot.shape)
+            own = share.owned(part.padded_size, slot.offset, slot.size)
+            start = slot.offset + own.start - share.first(part.padded_size)
+            values = total[start : start + own.stop - own.start] if own.stop > own.start else _NONE
+            found[slot.name] = values if share.num_hosts > 1 else values.reshape(slot.shape)
     return found
+
+
+_NONE = np.empty(0, np.float32)
 
 
 def _concatenate(arrays: Sequence[jax.Array]) -> jax.Array:

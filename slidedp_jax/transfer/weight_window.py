@@ -21,6 +21,8 @@ from slidedp_jax.state.host_store import AnyPartState, HostStore
 from slidedp_jax.state.layout import ChunkLayout
 from slidedp_jax.state.weight_rounding import WeightRounding
 from slidedp_jax.tracer import Tracer
+from slidedp_jax.transfer.copies import over_hosts, place
+from slidedp_jax.transfer.device_map import ROWS
 from slidedp_jax.transfer.routes import FetchedChunk, FetchedFields, WeightPath
 from slidedp_jax.transfer.vocabulary_slices import SlicePrograms
 from slidedp_jax.transfer.wire_programs import DitherKeys
@@ -89,6 +91,7 @@ class StreamedWeights:
         self._path = path
         self._unpack = unpack
         self._everywhere = everywhere
+        self._shares = NamedSharding(everywhere.mesh, ROWS)
         self._keys: tuple[WeightRounding | None, dict[int, DitherKeys]] = (None, {})
         self._fields = (0, 1) if with_low else (0,)
         self._tracer = tracer
@@ -203,7 +206,7 @@ class StreamedWeights:
                 np.array([rounding.key(slot.name) for slot in part.slots], np.uint32)
                 for part in parts
             )
-            placed[chunk] = jax.device_put(keys, self._everywhere)
+            placed[chunk] = place(keys, self._everywhere)
         return placed[chunk]
 
     def _fetch(self, chunk: int) -> None:
@@ -216,7 +219,8 @@ class StreamedWeights:
 
     def _fetch_part(self, part: AnyPartState) -> FetchedFields:
         if isinstance(part, DevicePartState):
-            return tuple((part.arrays[field],) for field in self._fields)
+            arrays = part.arrays
+            return tuple((over_hosts(arrays[field], self._shares),) for field in self._fields)
         return self._counted(tuple(self._path.fetch(part.views[field]) for field in self._fields))
 
     def _fetched_slice(self, number: int) -> FetchedFields:

@@ -102,7 +102,7 @@ class DecomposedOptimizer:
             params = {name: jnp.zeros(leaf.shape) for name, leaf in self._params.items()}
             return self._shared(self._transformation.init(params))
 
-        with jax.default_device(jax.devices("cpu")[0]):
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
             return [np.asarray(leaf) for leaf in jax.jit(init)()]
 
     def advance_shared(self, shared: Sequence[Any]) -> list[jax.Array]:
@@ -167,7 +167,7 @@ class DecomposedOptimizer:
         if self.state_shapes(group):
             return False
         small = np.random.default_rng(0).standard_normal(self._small_shape(group))
-        with jax.default_device(jax.devices("cpu")[0]):
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
             values = jnp.asarray(small, jnp.float32)
             shared = self.initial_shared()
             step = jax.jit(lambda leaf, shared: self.update(group, leaf, leaf, [], shared)[0])

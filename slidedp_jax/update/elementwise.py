@@ -108,7 +108,7 @@ def is_elementwise(optimizer: DecomposedOptimizer, group: int) -> bool:
                 return False
         start = np.random.default_rng(0).standard_normal(math.prod(trial)).astype(np.float32)
         start[::2] = 0
-        with jax.default_device(jax.devices("cpu")[0]):
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
             whole, pieces = (_trial_steps(optimizer, group, start, number) for number in (1, 3))
     except Exception as error:
         _LOG.info("an update is taken for one of whole parameters, since a trial failed: %s", error)

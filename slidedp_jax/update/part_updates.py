@@ -36,7 +36,7 @@ class PartUpdates:
     Args:
       treatments: how each parameter is updated.
       store: the training state.
-      device_sharding: of the state that stays on the compute devices.
+      device_sharding: of the state that stays on the compute devices of this host.
       block_size: elements per block.
       form: form of the blocked kernel; None: what `kernel_form` names for this version of JAX.
     """
@@ -75,7 +75,10 @@ class PartUpdates:
     def _make_kernels(self) -> None:
         """Kernels of every kind; their programs are compiled when they are used."""
         make = functools.partial(
-            UpdateKernels, block_size=self._block_size, rounding=self._store.rounding
+            UpdateKernels,
+            block_size=self._block_size,
+            rounding=self._store.rounding,
+            share=self._store.share,
         )
         on_host = functools.partial(make, sharding=self._store.sharding, form=self.form)
         blocks = {

@@ -12,9 +12,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 
 from slidedp_jax.errors import UserError
@@ -22,6 +24,7 @@ from slidedp_jax.state.fences import Fences
 from slidedp_jax.state.host_store import HostStore
 from slidedp_jax.state.split_float import rounded
 from slidedp_jax.state.weight_rounding import WeightRounding
+from slidedp_jax.transfer.host_gather import HostGather
 from slidedp_jax.transfer.weight_window import StreamedWeights
 from slidedp_jax.update.kernel_form import KernelForm
 from slidedp_jax.update.part_updates import PartUpdates
@@ -53,6 +56,7 @@ class StateGate:
       form_is_stated: the form of the update kernel was asked for by name.
       rounding_is_stated: so was the rounding of weights.
       lacking: why there is nothing to use yet; empty: the state is there.
+      gather: brings together what lies on several hosts; None: there is one.
 
     Attributes:
       version: steps done, all of whose updates have been submitted.
@@ -72,6 +76,7 @@ class StateGate:
         form_is_stated: bool,
         rounding_is_stated: bool,
         lacking: str = "",
+        gather: HostGather | None = None,
     ):
         self.version = 0
         self.lent = ""
@@ -85,6 +90,7 @@ class StateGate:
         self._form_is_stated = form_is_stated
         self._rounding_is_stated = rounding_is_stated
         self._lacking = lacking
+        self._gather = gather
         self._closed = False
 
     @property
@@ -212,7 +218,9 @@ class StateGate:
             self._fences.hold(version)
             try:
                 self.wait()
-                yield StateReader(self._store, self._updates.shared, version, self.ema_decay)
+                yield StateReader(
+                    self._store, self._updates.shared, version, self.ema_decay, self._gather
+                )
             finally:
                 self._fences.let_go(version)
 
@@ -326,6 +334,9 @@ def free_dropped(
 class StateReader:
     """The state of one version, while it is held.
 
+    Of several hosts, `read` and its like bring a parameter together, so all hosts call them in the
+    same order; what ends in `_into` reads what lies on this host.
+
     Attributes:
       version: steps done.
       shared: optimizer state that no parameter owns.
@@ -337,15 +348,37 @@ class StateReader:
         shared: Sequence[np.ndarray],
         version: int,
         ema_decay: float | None,
+        gather: HostGather | None = None,
     ):
         self.version = version
         self.shared = list(shared)
         self._store = store
         self._ema_decay = ema_decay
+        self._gather = gather
 
     def read(self, name: str) -> np.ndarray:
         """The fp32 master weights of a parameter, a fresh array of its shape."""
-        return self._store.read(name)
+        if self._gather is None:
+            return self._store.read(name)
+        return self._gathered(name, np.float32, lambda *own: self._store.read_into(name, *own))
+
+    def _gathered(
+        self, name: str, dtype: Any, read_into: Callable[[int, np.ndarray], None]
+    ) -> np.ndarray:
+        """From all hosts: `read_into` is given where this one's elements begin, and an array."""
+        assert self._gather is not None
+        hosts = range(self._store.share.num_hosts)
+        ranges = [self._store.owned(name, host) for host in hosts]
+        own = ranges[self._store.share.index]
+        values = np.empty(own.stop - own.start, dtype)
+        if len(values):
+            read_into(own.start, values)
+        whole = self._gather.gather(values, [found.stop - found.start for found in ranges])
+        return whole.reshape(self._store.shapes[name])
+
+    def owned(self, name: str, host: int | None = None) -> slice:
+        """Elements of a flattened parameter that lie on a host; None: on this one."""
+        return self._store.owned(name, host)
 
     def read_into(self, name: str, start: int, out: np.ndarray) -> None:
         """Elements of the flattened parameter, from `start` on, as many as float32 `out`."""
@@ -368,13 +401,23 @@ class StateReader:
           averaged: the moving average instead.
         """
         if rounding == self._store.rounding and not averaged:
-            return self._store.read_rounded(name)
+            if self._gather is None:
+                return self._store.read_rounded(name)
+            bf16 = ml_dtypes.bfloat16
+            return self._gathered(
+                name, bf16, lambda *own: self._store.read_rounded_into(name, *own)
+            )
         values = self.read_average(name) if averaged else self.read(name)
         return rounded(values, rounding, name)
 
     def read_state(self, name: str, number: int) -> np.ndarray:
         """The `number`-th optimizer state array of a parameter, a fresh array."""
-        return self._store.read_state(name, number)
+        if self._gather is None:
+            return self._store.read_state(name, number)
+        dtype = self._store.state_specs(name)[number].dtype
+        return self._gathered(
+            name, dtype, lambda *own: self._store.read_state_into(name, number, *own)
+        )
 
     def state_specs(self, name: str) -> list[jax.ShapeDtypeStruct]:
         """Shape and dtype of each of them."""
@@ -389,7 +432,7 @@ class StateReader:
         if self._ema_decay is None:
             raise UserError("no average is kept; pass ema_decay, such as 0.999, to the Trainer")
         kept = len(self._store.state_specs(name))
-        return self._store.read_state(name, kept - 1) if kept else self._store.read(name)
+        return self.read_state(name, kept - 1) if kept else self.read(name)
 
 
 class StateWriter:
@@ -426,11 +469,21 @@ class StateWriter:
             names = [slot.name for slot in layout.slots if self._store.state_specs(slot.name)]
             pairs = {}
             for name in names:
-                place = len(self._store.state_specs(name)) - 1
-                pairs[name] = place, self._store.read(name), self._store.read_state(name, place)
-            for name, (place, weights, average) in pairs.items():
-                self._store.write(name, average)
-                self._store.write_state(name, place, weights)
+                place, own = len(self._store.state_specs(name)) - 1, self._store.owned(name)
+                weights, average = (np.empty(own.stop - own.start, np.float32) for _ in range(2))
+                self._store.read_into(name, own.start, weights)
+                if name in self._store.whole_state:
+                    average[:] = self._store.read_state(name, place).reshape(-1)
+                else:
+                    self._store.read_state_into(name, place, own.start, average)
+                pairs[name] = place, own.start, weights, average
+            for name, (place, start, weights, average) in pairs.items():
+                self._store.write_at(name, start, average)
+                if name in self._store.whole_state:
+                    shape = self._store.shapes[name]
+                    self._store.write_state(name, place, weights.reshape(shape))
+                else:
+                    self._store.write_state_at(name, place, start, weights)
 
     def finish(self, step: int, shared: Sequence[np.ndarray]) -> None:
         """Everything is written: it is the state after `step` steps, with `shared`."""

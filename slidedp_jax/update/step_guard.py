@@ -21,11 +21,13 @@ class StepEnd:
       squares: sums of squares [G] of each trained chunk's gradient, chunks in forward order.
       loss: waits for the devices and returns the mean loss of the supervised tokens.
       row_ids: numbers of the input rows, for messages.
+      hosts_differ: waits for the devices and says which hosts were given other rows, if any.
     """
 
     squares: Sequence[Any]
     loss: Callable[[], float]
     row_ids: Sequence[int] = ()
+    hosts_differ: Callable[[], str] = str
 
     def name_rows(self) -> str:
         """A sentence that names the step's rows; empty where they have no numbers."""

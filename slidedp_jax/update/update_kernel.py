@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from slidedp_jax.state.host_share import WHOLE, HostShare
 from slidedp_jax.state.layout import FlatLayout, block_groups_array
 from slidedp_jax.state.split_float import join
 from slidedp_jax.state.weight_rounding import WeightRounding
@@ -55,10 +56,11 @@ class UpdateKernels:
 
     Args:
       optimizer: the transformation on blocks.
-      sharding: of the state's arrays, over host devices or compute devices.
+      sharding: of the state's arrays, over this host's host devices or compute devices.
       block_size: elements per block.
       form: which form to compile.
       rounding: how masters become `high`.
+      share: the part of flat arrays that lies on this host.
     """
 
     def __init__(
@@ -69,11 +71,13 @@ class UpdateKernels:
         block_size: int,
         form: KernelForm,
         rounding: WeightRounding,
+        share: HostShare = WHOLE,
     ):
         check_form(form)
         self.form = form
         self._walks = form != "whole"
         self._rounding = rounding
+        self._share = share
         self._optimizer = optimizer
         self._sharding = sharding
         self._block_size = block_size
@@ -168,9 +172,10 @@ class UpdateKernels:
         if layout.name not in self._blocks:
             groups = block_groups_array(layout)
             assert (np.diff(groups) >= 0).all(), "the kernel walks over one group after another"
-            devices = self._sharding.mesh.size
+            devices = self._sharding.mesh.size * self._share.num_hosts
             arrays = (groups, *block_dithers(layout, self._rounding, devices, self.form))
-            placed = tuple(jax.device_put(arrays, self._sharding))
+            own = tuple(map(self._share.of, arrays))
+            placed = tuple(jax.device_put(own, self._sharding))
             if self._walks and len(placed) > 1:  # the table twice, see `block_dithers`
                 placed = (*placed, placed[-1])
             self._blocks[layout.name] = placed

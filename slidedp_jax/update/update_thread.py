@@ -25,6 +25,7 @@ import numpy as np
 from slidedp_jax.errors import TrainingStopped
 from slidedp_jax.planner.strategy import UpdatePolicy
 from slidedp_jax.state.fences import Fences
+from slidedp_jax.state.host_share import HostShare
 from slidedp_jax.state.host_store import HostStore
 from slidedp_jax.state.layout import ChunkLayout
 from slidedp_jax.tracer import Tracer
@@ -225,6 +226,8 @@ class HostOptimizer:
         with self._tracer.span("wait", "wait for the norm"):
             squares = self._host_squares(step) if self._sums_on_host else end.squares
             norm = _global_norm(squares)
+        if differ := end.hosts_differ():
+            raise TrainingStopped(f"step {step}: {differ}")
         problem = self._guard.problem(float(norm), end.loss)
         skipped = problem is not None and self._guard.may_skip()
         if problem is not None and not skipped:
@@ -313,9 +316,13 @@ class HostOptimizer:
         )
         with self._condition:
             waiting = sorted(item for item in self._gradients.items() if item[0][0] == step)
-        names = (_first_nonfinite(self._store.layouts[chunk], g) for (_, chunk), g in waiting)
+        share = self._store.share
+        names = (
+            _first_nonfinite(self._store.layouts[chunk], g, share) for (_, chunk), g in waiting
+        )
         name = next((name for name in names if name is not None), None)
-        first = f" The first parameter with a non-finite gradient is {name}." if name else ""
+        here = " on this host" if share.num_hosts > 1 else ""
+        first = f" The first parameter with a non-finite gradient{here} is {name}." if name else ""
         return f"step {step}: {problem}.{first}{end.name_rows()} {state} {self._guard.advice()}"
 
 
@@ -340,8 +347,8 @@ def _global_norm(squares: Sequence[Any]) -> np.float32:
     return np.float32(np.sqrt(sum(float(np.sum(np.asarray(s, np.float64))) for s in squares)))
 
 
-def _first_nonfinite(layout: ChunkLayout, gradient: Gradient) -> str | None:
+def _first_nonfinite(layout: ChunkLayout, gradient: Gradient, share: HostShare) -> str | None:
     """Name of the first parameter of a chunk, in model order, whose gradient is not finite."""
-    found = gradients_by_name(layout, gradient)
+    found = gradients_by_name(layout, gradient, share)
     bad = {name for name, values in found.items() if not np.isfinite(values).all()}
     return next((slot.name for slot in layout.slots if slot.name in bad), None)

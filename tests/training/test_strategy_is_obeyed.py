@@ -212,7 +212,8 @@ def accepts(trainer, batch):
 
 
 def test_every_field_has_its_row():
-    names = sorted(field.name for field in dataclasses.fields(Strategy))
+    names = {field.name for field in dataclasses.fields(Strategy)}
+    names = sorted(names - {"num_hosts"})  # takes several processes: `test_many_hosts.py`
     say = "say here what the runtime does otherwise under the new field"
     assert sorted(name for change in CHANGES for name in change) == names, say
     assert sorted(EXPECTED) == names, say

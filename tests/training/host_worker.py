@@ -1,0 +1,114 @@
+"""One host of a training: `python host_worker.py CASE FILE`; the first one writes what comes of it.
+
+A case is JSON: `devices` and `host_devices` of each host, `strategy`, and what else `train` below
+reads.
+"""
+
+import collections
+import json
+import os
+import pathlib
+import sys
+import threading
+
+import numpy as np
+
+import slidedp_jax
+
+COMPILED = collections.defaultdict(set)
+"""Thread -> collectives in the programs that it has had compiled; `none` of those without."""
+
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+
+
+def note_programs() -> None:
+    """From now on; a thread has those programs compiled that it is the first to run."""
+    from jax._src import compiler
+
+    compile_and_load = compiler.backend_compile_and_load
+
+    def noting(*arguments, **named):
+        program = compile_and_load(*arguments, **named)
+        text = "".join(module.to_string() for module in program.hlo_modules())
+        own = {name for name in COLLECTIVES if f" {name}(" in text or f" {name}-start(" in text}
+        COMPILED[threading.current_thread().name] |= own or {"none"}
+        return program
+
+    compiler.backend_compile_and_load = noting
+
+
+def main(case, file) -> None:
+    devices, host_devices = case["devices"], case["host_devices"]
+    setup = slidedp_jax.configure(
+        platform="cpu", num_devices=devices, num_host_devices=host_devices
+    )
+    import jax
+
+    note_programs()
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    found = train(case, setup.hosts.num_hosts)
+    found["of_update_thread"] = np.array(sorted(COMPILED["host_update"]))
+    found["of_main_thread"] = np.array(sorted(COMPILED["MainThread"]))
+    if setup.hosts.is_first:
+        np.savez(file, **found)
+
+
+def train(case, num_hosts, **options):
+    """Figures of all steps, then weights and optimizer state by name."""
+    import jax
+    import optax
+    from plain_training import initial_parameters, random_batch
+    from streamed_training import small_config, strategy, trainer
+
+    config = small_config(tied=case.get("tied", False), layers=2)
+    plan = strategy(num_hosts=num_hosts, num_host_devices=case["host_devices"], **case["strategy"])
+    rows = case.get("rows", 16)
+    batches = [
+        random_batch(config, rows, 12, packed=case.get("packed", False), seed=step)
+        for step in range(*case.get("steps", [0, 3]))
+    ]
+    if case.get("other_rows_on") == jax.process_index():
+        batches[1]["input_ids"][0, 0] += 1
+    clip = case.get("clip")
+    names = ("ema_decay", "frozen", "max_loss", "on_nonfinite")
+    options |= {name: case[name] for name in names if name in case}
+    with trainer(
+        config,
+        optax.adamw(1e-3, weight_decay=0.1),
+        plan,
+        parameters=initial_parameters(config),
+        max_grad_norm=clip,
+        weight_rounding=case.get("rounding", "dither"),
+        kernel_form=case.get("kernel_form", "whole"),
+        documents_per_row=12,
+        **options,
+    ) as it:
+        if "restore" in case:
+            it.restore(case["restore"])
+        metrics = [it.step(batch) for batch in batches]
+        if case.get("poisoned"):  # weights that are not finite make gradients that are not
+            it.wait()
+            it.store.write_at("model.layers.1.mlp.up_proj.weight", 5, np.full(1, np.nan))
+            it.step(batches[0]).grad_norm  # noqa: B018
+        found = {
+            "losses": np.array([own.loss for own in metrics]),
+            "norms": np.array([own.grad_norm for own in metrics]),
+            "evaluated": np.array(it.evaluate(batches[0])),
+            "bytes": np.array([it.store.owned_bytes, it.weights.bytes_fetched]),
+        }
+        if "save" in case:
+            folder = case["save"].format(**os.environ)
+            it.save(folder)
+            it.save(folder)  # which finds it there
+        if "ema_decay" in case:
+            with it.evaluating():
+                found["averaged"] = np.array(it.evaluate(batches[0]))
+        found |= {f"weights/{name}": own for name, own in it.parameters().items()}
+        for name in it.gate.parameter_names:
+            for key, own in it.optimizer_state(name).items():
+                found[f"{key}/{name}"] = own
+    return found
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]), pathlib.Path(sys.argv[2]))
