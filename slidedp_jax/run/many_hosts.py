@@ -41,6 +41,8 @@ def check_settings(args: TrainArguments, hosts: Hosts) -> None:
     wrong = {
         "sample_prompts": bool(args.sample_prompts) and "generation runs on one host",
         "save_minutes": args.save_minutes is not None and "clocks differ; use save_steps",
+        "early_stopping_patience": args.early_stopping_patience is not None
+        and "metrics.jsonl, by which it is judged, is the first one's",
         "optim": args.optim in WHOLE_PARAMETER_OPTIMIZERS
         and f"{args.optim} updates whole matrices, of which each host has a share",
     }
