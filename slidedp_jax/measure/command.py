@@ -38,6 +38,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "slidedp measure") ->
             num_devices=args.num_devices if ids is None else None,
             device_ids=ids,
             compilation_cache=None if args.platform == "cpu" else "auto",
+            num_hosts=1,
         )
         devices, _ = setup.devices()
     except (ValueError, RuntimeError) as error:
