@@ -26,6 +26,8 @@ from slidedp_jax.planner.search import Plan, plan
 from slidedp_jax.planner.whole_updates import update_flops, with_update_flops
 from slidedp_jax.planner.workload import BatchShape, Workload
 
+ROUTES = ("weight_route", "gradient_route")
+
 
 @dataclass(frozen=True, kw_only=True)
 class AskedJob:
@@ -56,8 +58,15 @@ class AskedJob:
         *,
         optimizer: OptimizerName | None = None,
         num_rows: int | None = None,
+        free: bool = False,
     ) -> Plan:
-        """The plan for a machine, or that with another optimizer or other rows.
+        """The plan for a machine, or with another optimizer, other rows, or nothing decided.
+
+        Args:
+          hardware: the machine.
+          optimizer: another than the job's.
+          num_rows: of a step, where not as many as the job's.
+          free: leave to the search what the command has decided of the strategy.
 
         Raises:
           PlanError: nothing fits.
@@ -82,12 +91,11 @@ class AskedJob:
             device_budget_bytes=_gib(args.device_memory_budget_gib),
             host_budget_bytes=_gib(args.host_memory_budget_gib),
             choices=Choices(
-                weight_route=args.weight_route,
-                gradient_route=args.gradient_route,
-                **{name: getattr(args, name) for name in COUNTS},
+                **{name: None if free else getattr(args, name) for name in (*ROUTES, *COUNTS)}
             ),
-            keep_activations=args.keep_activations,
-            resident_state=False if in_part else args.resident_state,  # as in training
+            keep_activations=None if free else args.keep_activations,
+            # As in training.
+            resident_state=False if in_part else None if free else args.resident_state,
         )
 
     def state_bytes(self, optimizer: OptimizerName | None) -> float:

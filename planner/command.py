@@ -8,47 +8,29 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from slidedp_jax.command_parser import WRONG_COMMAND
-from slidedp_jax.models.config import ModelConfig, named_config
-from slidedp_jax.models.frozen_names import frozen_names
-from slidedp_jax.models.hf_config import read_config
-from slidedp_jax.planner.candidates import Choices
+from slidedp_jax.planner.asked_job import ROUTES, AskedJob, asked_job
 from slidedp_jax.planner.command_line import COUNTS, parse
-from slidedp_jax.planner.disk import DiskUse, disk_use
 from slidedp_jax.planner.errors import PlanError
 from slidedp_jax.planner.hardware import GIB, HardwareProfile
 from slidedp_jax.planner.host_memory import available_host_memory
 from slidedp_jax.planner.machine_profile import named_profile
-from slidedp_jax.planner.model_names import preset_of
 from slidedp_jax.planner.nearest_fits import MemoryFlags, larger_memories, more_devices
-from slidedp_jax.planner.optimizers import (
-    AVERAGE_BYTES,
-    WHOLE_PARAMETER_OPTIMIZERS,
-    OptimizerName,
-    state_bytes,
-)
+from slidedp_jax.planner.optimizers import OptimizerName
 from slidedp_jax.planner.report import Completion, limit_as_dict, plan_as_dict, plan_as_text
-from slidedp_jax.planner.search import Plan, plan
+from slidedp_jax.planner.search import Plan
 from slidedp_jax.planner.stated_choices import cost_of_choices
 from slidedp_jax.planner.stated_machine import Stated, host_line, machine, with_stated
 from slidedp_jax.planner.ways_out import fewer_rows, halves, leaner_optimizers, shorter_rows
-from slidedp_jax.planner.whole_updates import (
-    update_flops,
-    whole_update_note,
-    with_update_flops,
-)
-from slidedp_jax.planner.workload import BatchShape, Workload
+from slidedp_jax.planner.whole_updates import whole_update_note
 from slidedp_jax.wording import columns_of, counted, say_error, short_count, wrapped
 
 FITS, DOES_NOT_FIT = 0, 1
 
-_ROUTES = ("weight_route", "gradient_route")
 _PERMISSIONS = ("keep_activations", "resident_state")
 
 
@@ -57,7 +39,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m plann
     args = parse(sys.argv[1:] if arguments is None else list(arguments), prog)
     try:
         request = _request(args)
-        completion, disk = _completion(args), request.disk()
+        completion, disk = _completion(args), request.job.disk()
     except (ValueError, FileNotFoundError) as error:
         say_error(error)
         return WRONG_COMMAND
@@ -75,14 +57,14 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m plann
     print(wrapped(text, columns_of(sys.stdout)))
     for note in request.notes:
         _note(note)
-    if frozen := len(request.config.parameter_shapes()) - len(request.trained):
-        trained = sum(map(math.prod, request.trained.values()))
+    job = request.job
+    if frozen := len(job.config.parameter_shapes()) - len(job.trained):
         _note(
-            f"{counted(frozen, 'parameter array')} frozen, {short_count(trained)} of "
-            f"{short_count(request.config.num_parameters)} parameters trained; time and gradients "
+            f"{counted(frozen, 'parameter array')} frozen, {short_count(job.num_trained)} of "
+            f"{short_count(job.config.num_parameters)} parameters trained; time and gradients "
             "are predicted as if all were"
         )
-    if (of_update := whole_update_note(request.optimizer)) is not None:
+    if (of_update := whole_update_note(job.optimizer)) is not None:
         _note(of_update)
     return FITS
 
@@ -93,27 +75,24 @@ def _note(text: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Request:
-    """What is to be planned.
+    """What is to be planned, and for which machine.
 
     Attributes:
-      args: the words of the command.
-      config: the model.
-      name: of the model, for reports; None: by its type and size.
-      trained: shapes of the parameters that are not frozen.
+      job: what.
       hardware: the machine.
       stated: what has been stated of it.
-      optimizer: by name; None where the bytes of its state are given instead.
       notes: what should be said of the machine.
     """
 
-    args: argparse.Namespace
-    config: ModelConfig
-    name: str | None
-    trained: Mapping[str, tuple[int, ...]]
+    job: AskedJob
     hardware: HardwareProfile
     stated: Stated
-    optimizer: OptimizerName | None
     notes: list[str]
+
+    @property
+    def args(self) -> argparse.Namespace:
+        """The words of the command."""
+        return self.job.args
 
     @property
     def assumed(self) -> list[str]:
@@ -128,67 +107,16 @@ class _Request:
     @property
     def stated_choices(self) -> dict[str, object]:
         """What has been decided of the strategy, by flag."""
-        names = (*_ROUTES, *COUNTS, *_PERMISSIONS)
+        names = (*ROUTES, *COUNTS, *_PERMISSIONS)
         return {f"--{name}": getattr(self.args, name) for name in names}
 
-    def plan(
-        self,
-        *,
-        optimizer: OptimizerName | None = None,
-        free: bool = False,
-    ) -> Plan:
+    def plan(self, *, optimizer: OptimizerName | None = None, free: bool = False) -> Plan:
         """The plan, or that with another optimizer, or `free` of what was decided.
 
         Raises:
           PlanError: nothing fits.
         """
-        args = self.args
-        optimizer = optimizer or self.optimizer
-        state_bytes_each = self.state_bytes(optimizer)
-        hardware = with_update_flops(
-            self.hardware,
-            update_flops(optimizer, self.trained),
-            num_parameters=self.config.num_parameters,
-            optimizer_state_bytes=state_bytes_each,
-        )
-        in_part = optimizer in WHOLE_PARAMETER_OPTIMIZERS or bool(args.freeze)
-        return plan(
-            Workload.from_config(self.config, name=self.name),
-            _batch(args.tokens_per_step, args.seq_length, args.document_length),
-            hardware,
-            update_policy="deferred" if args.max_grad_norm else "eager",
-            compute_dtype=args.compute_dtype,
-            optimizer_state_bytes=state_bytes_each,
-            device_budget_bytes=_gib(args.device_memory_budget_gib),
-            host_budget_bytes=_gib(args.host_memory_budget_gib),
-            choices=Choices(
-                **{name: None if free else getattr(args, name) for name in (*_ROUTES, *COUNTS)}
-            ),
-            keep_activations=None if free else args.keep_activations,
-            # As in training.
-            resident_state=False if in_part else None if free else args.resident_state,
-        )
-
-    def state_bytes(self, optimizer: OptimizerName | None) -> float:
-        """Optimizer state per parameter of the model, frozen ones included, in bytes."""
-        trained = sum(map(math.prod, self.trained.values()))
-        if optimizer is None:
-            total = self.args.optimizer_state_bytes * trained
-        else:
-            total = state_bytes(optimizer, self.trained)
-        if self.args.ema_decay is not None:
-            total += AVERAGE_BYTES * trained
-        return float(total / self.config.num_parameters)
-
-    def disk(self) -> DiskUse:
-        """The room that the run's folder takes."""
-        return disk_use(
-            self.config.num_parameters,
-            self.state_bytes(self.optimizer),
-            save_total_limit=self.args.save_total_limit,
-            export_dtype=self.args.export_dtype,
-            averaged=self.args.ema_decay is not None,
-        )
+        return self.job.plan(self.hardware, optimizer=optimizer, free=free)
 
 
 def _request(args: argparse.Namespace) -> _Request:
@@ -198,38 +126,10 @@ def _request(args: argparse.Namespace) -> _Request:
       ValueError: one of them is wrong.
       FileNotFoundError: there is no such model.
     """
-    if args.max_grad_norm < 0:
-        raise ValueError(f"--max_grad_norm is {args.max_grad_norm}; use 0 for none or a limit > 0.")
-    if args.ema_decay is not None and not 0 < args.ema_decay < 1:
-        raise ValueError(f"--ema_decay is {args.ema_decay}; it must be between 0 and 1.")
-    optimizer = args.optim
-    if args.optimizer_state_bytes is None:
-        optimizer = optimizer or "adamw"
-    elif not 0 <= args.optimizer_state_bytes < math.inf:
-        raise ValueError(f"--optimizer_state_bytes is {args.optimizer_state_bytes}; 0 or more.")
-    for reason in (
-        optimizer in WHOLE_PARAMETER_OPTIMIZERS and f"--optim {optimizer}",
-        bool(args.freeze) and "--freeze",
-    ):
-        if reason and args.resident_state:
-            raise ValueError(f"--resident_state is not for {reason}; drop one of them.")
-    _batch(args.tokens_per_step, args.seq_length, args.document_length)
-    config, name = _model(args.model_name_or_path, args.preset)
-    shapes = config.parameter_shapes()
-    frozen = frozen_names(shapes, args.freeze)
-    stated = _stated(args)
+    job, stated = asked_job(args), _stated(args)
     hardware, notes = _machine(args, stated)
     args.num_devices = hardware.num_devices
-    return _Request(
-        args=args,
-        config=config,
-        name=name,
-        trained={name: shape for name, shape in shapes.items() if name not in frozen},
-        hardware=hardware,
-        notes=notes,
-        stated=stated,
-        optimizer=optimizer,
-    )
+    return _Request(job=job, hardware=hardware, notes=notes, stated=stated)
 
 
 def _ways_out(request: _Request, error: PlanError) -> list[str]:
@@ -237,8 +137,10 @@ def _ways_out(request: _Request, error: PlanError) -> list[str]:
     args, refused, ways = request.args, error.request, list[str]()
     if refused is None:
         return []
-    if request.optimizer is not None and "host memory" in {limit.name for limit in error.limits}:
-        ways += leaner_optimizers(request.optimizer, lambda name: request.plan(optimizer=name))
+    if request.job.optimizer is not None and "host memory" in {
+        limit.name for limit in error.limits
+    }:
+        ways += leaner_optimizers(request.job.optimizer, lambda name: request.plan(optimizer=name))
     num_rows = args.tokens_per_step // args.seq_length
     steps = [
         (rows, f"--tokens_per_step {rows * args.seq_length}")
@@ -321,44 +223,6 @@ def _completion(args: argparse.Namespace) -> Completion | None:
     )
 
 
-def _model(name_or_path: str | None, preset: str | None) -> tuple[ModelConfig, str | None]:
-    """The configuration, and the name where it is a known model's."""
-    if name_or_path is not None:
-        path = Path(name_or_path).expanduser()
-        if path.exists():
-            return read_config(path.parent if path.name == "config.json" else path), None
-        try:
-            preset = preset_of(name_or_path)
-        except ValueError as error:
-            raise FileNotFoundError(f"There is no folder {name_or_path} here. {error}") from None
-    assert preset is not None
-    name = preset_of(preset)
-    return named_config(name), name
-
-
-def _batch(tokens_per_step: int, seq_length: int, document_length: int | None) -> BatchShape:
-    if seq_length < 1 or tokens_per_step < 1 or tokens_per_step % seq_length:
-        raise ValueError(
-            f"--tokens_per_step is {tokens_per_step}; it must be a multiple of --seq_length "
-            f"{seq_length}."
-        )
-    documents = None
-    if document_length is not None:
-        if not 1 <= document_length <= seq_length:
-            raise ValueError(
-                f"--document_length is {document_length}; it must be between 1 and --seq_length "
-                f"{seq_length}."
-            )
-        full, rest = divmod(seq_length, document_length)
-        documents = (document_length,) * full + ((rest,) if rest else ())
-    return BatchShape(
-        num_rows=tokens_per_step // seq_length,
-        seq_length=seq_length,
-        document_lengths=documents,
-        documents_per_row=None if documents is None else len(documents),
-    )
-
-
 def _stated(args: argparse.Namespace) -> Stated:
     host_memory_gib = None
     if args.host_memory_gib == "here":
@@ -379,7 +243,3 @@ def _stated(args: argparse.Namespace) -> Stated:
         device_memory_gib=args.device_memory_gib,
         network_gb_per_s=args.network_gb_per_s,
     )
-
-
-def _gib(value: float | None) -> float | None:
-    return None if value is None else value * GIB
