@@ -195,6 +195,8 @@ def save_notes(
     rate = disk_bytes_per_s or DISK_BYTES_PER_S
     if not args.save_beside or (args.save_steps is None and args.save_minutes is None):
         return []
+    if (hosts := plan.chosen.strategy.num_hosts) > 1:
+        return [f"steps wait for each save: {hosts} hosts write it together"]
     stated = None if args.save_buffer is None else args.save_buffer * GIB
     buffer_bytes = planned_buffer_bytes(plan) if stated is None else stated
     seconds = stall_s(checkpoint_bytes, buffer_bytes, rate, plan.chosen.time.step_s)

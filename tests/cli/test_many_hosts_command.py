@@ -51,6 +51,7 @@ def test_two_hosts_leave_what_one_process_leaves(inputs, single, tmp_path):
     hosts = start(inputs, out)
     assert hosts.wait(600) == [0, 0], hosts.text()
     assert "host 0 of 2" in hosts.output(0)
+    assert "steps wait for each save: 2 hosts write it together" in hosts.output(0)
     assert "step 4/4" in hosts.output(0) and "step 4/4" not in hosts.output(1)
     assert checkpoints(out) == checkpoints(single) == [2, 4]
     assert losses(out) == losses(single)
