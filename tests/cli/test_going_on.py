@@ -319,12 +319,12 @@ def test_a_skipped_step_is_logged_as_json(inputs, tmp_path, monkeypatch):
     step = Trainer.step
 
     class NotFinite:
-        loss, skipped, figures = math.nan, 1, ()
+        loss, skipped, figures, stop = math.nan, 1, (), False
 
         def __init__(self, metrics):
             self.grad_norm = metrics.grad_norm
 
-    monkeypatch.setattr(Trainer, "step", lambda self, batch: NotFinite(step(self, batch)))
+    monkeypatch.setattr(Trainer, "step", lambda self, batch, **_: NotFinite(step(self, batch)))
     out = tmp_path / "run"
     inputs.train(out, max_steps=1, save_at_end=False)
     (line,) = (out / "metrics.jsonl").read_text().splitlines()

@@ -50,7 +50,7 @@ def test_the_checkpoints_own_plan_counts_not_that_of_a_start_that_came_to_nothin
     inputs.train(out, **FREE | {"max_steps": 2})
     monkeypatch.undo()
     with monkeypatch.context() as patch:
-        patch.setattr("slidedp_jax.trainer.Trainer.step", lambda *_: 1 / 0)
+        patch.setattr("slidedp_jax.trainer.Trainer.step", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             main(inputs.command(out, **FREE | {"layers_per_chunk": 1}))
     assert chosen(out)["layers_per_chunk"] == 1
@@ -63,7 +63,7 @@ def test_a_run_without_a_checkpoint_starts_again_by_its_plan(
 ):
     out = tmp_path / "run"
     with monkeypatch.context() as patch:
-        patch.setattr("slidedp_jax.trainer.Trainer.step", lambda *_: 1 / 0)
+        patch.setattr("slidedp_jax.trainer.Trainer.step", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             main(inputs.command(out, **FREE))
     monkeypatch.undo()

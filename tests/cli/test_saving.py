@@ -69,7 +69,7 @@ def test_a_save_that_fails_beside_the_last_step_does_not_cost_the_weights(
         os.pwrite = full
         return begin(self, *words, **more)
 
-    def step_and_wait(self, batch):
+    def step_and_wait(self, batch, **_):
         result = step(self, batch)
         if self.step_count == 3:
             stepped.set()

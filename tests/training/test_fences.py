@@ -295,9 +295,14 @@ def test_the_norm_of_a_failed_step_is_an_error_and_no_hang(name, monkeypatch):
     monkeypatch.setattr(UpdateKernels, "start_update", failing)
     monkeypatch.setattr(UpdateKernels, "sum_of_squares", failing)
     with start(**RUNS[name]) as it:
-        figures = it.step(batches()[0])
-        np.testing.assert_array_less(0, figures.loss)
-        if name != "deferred":  # there the norm comes from the devices
+        # Eager updates may fail before the step has been handed over, which then says so.
+        may_fail = name.startswith("eager")
+        figures = None
+        with contextlib.suppress(*[TrainingStopped] if may_fail else []):
+            figures = it.step(batches()[0])
+        if figures is not None:
+            np.testing.assert_array_less(0, figures.loss)
+        if figures is not None and name != "deferred":  # there the norm comes from the devices
             with pytest.raises((OSError, TrainingStopped), match="no memory left"):
                 _ = figures.grad_norm
         with pytest.raises(TrainingStopped, match="no memory left"):
