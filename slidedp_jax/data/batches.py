@@ -382,15 +382,7 @@ class BatchSource:
         Raises:
           UserError: the state was made from other data or another order.
         """
-        mine = self._identity()
-        other = [
-            f"{key} was {state.get(key)!r}, is {value!r}"
-            for key, value in mine.items()
-            if key != "data" and state.get(key) != value
-        ]
-        if state.get("data") != mine["data"]:
-            other.append("token ids, labels or boundaries of the rows differ")
-        if other:
+        if other := self.differences(state):
             raise UserError(
                 "the stored data position belongs to other data or another order: "
                 f"{'; '.join(other)}. Resume with the same files, tokenizer, template, "
@@ -409,6 +401,23 @@ class BatchSource:
             )
         self._position = (epoch, next_row)
 
+    def differences(self, state: Mapping[str, Any]) -> list[str]:
+        """In what a stored state is of other data or another order, in words; [] if in nothing."""
+        # Versions that did not write the borders between weighted files cannot say that they moved.
+        mine = {
+            key: value
+            for key, value in self._identity().items()
+            if key != "rows_of_files" or key in state
+        }
+        other = [
+            f"{key} was {state.get(key)!r}, is {value!r}"
+            for key, value in mine.items()
+            if key != "data" and state.get(key) != value
+        ]
+        if state.get("data") != mine["data"]:
+            other.append("token ids, labels or boundaries of the rows differ")
+        return other
+
     def _identity(self) -> dict[str, Any]:
         return {
             "format": _STATE_FORMAT,
@@ -418,6 +427,10 @@ class BatchSource:
             "num_rows": self.num_rows,
             # Null in the states of versions that had none.
             "file_weights": None if self._weights is None else list(self._weights),
+            # Examples, as weights decide which of them an epoch takes; null without weights.
+            "rows_of_files": None
+            if self._weights is None
+            else [len(lengths) for lengths in self._lengths_of_files()],
             "data": self.examples.fingerprint,
         }
 

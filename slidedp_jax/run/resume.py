@@ -78,12 +78,7 @@ class Resumption:
 
     def other_data(self, inputs: RunInputs) -> bool:
         """Whether the rows or their order are others than those that the checkpoint is of."""
-        saved = self.extra.get("data", {})
-        return any(
-            saved.get(name) != value
-            for name, value in inputs.source.state().items()
-            if name not in ("epoch", "next_row")
-        )
+        return bool(inputs.source.differences(self.extra.get("data", {})))
 
     def continued(self, inputs: RunInputs, args: TrainArguments) -> RunInputs:
         """The inputs at the checkpoint's place in the data, with the steps that are then left.

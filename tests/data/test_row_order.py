@@ -105,6 +105,22 @@ def test_a_run_goes_on_where_it_was_and_not_with_other_weights():
             resumed.restore(changed.state())
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_run_does_not_go_on_with_other_borders_between_its_files(packing):
+    """The rows are the same ones in the same order, but belong to other files."""
+    settings = {"max_seq_length": 16, "step_size": 3, "packing": packing, "file_weights": [2, 0.5]}
+    source = BatchSource(made_up(8, 12), **settings)
+    next(source)
+    state = source.state()
+    moved = BatchSource(made_up(9, 11), **settings)
+    with pytest.raises(UserError, match=r"rows_of_files was \[8, 12\], is \[9, 11\]"):
+        moved.restore(state)
+    del state["rows_of_files"]
+    source.restore(state)  # of a version that did not write them
+    plain = settings | {"file_weights": None}
+    BatchSource(made_up(9, 11), **plain).restore(BatchSource(made_up(8, 12), **plain).state())
+
+
 def test_states_of_versions_without_weights_are_read():
     source = BatchSource(made_up(8, 12), max_seq_length=16, step_size=3)
     next(source)
