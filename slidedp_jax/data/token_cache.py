@@ -82,9 +82,10 @@ def cache_key(
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def files_as_they_are(files: Sequence[Path]) -> list[tuple[int, int]]:
-    """Size and time of the last change of each file."""
-    return [(stat.st_size, stat.st_mtime_ns) for stat in (path.stat() for path in files)]
+def files_as_they_are(files: Sequence[Path]) -> list[tuple[int, int, int, int]]:
+    """Device, inode, size and time of the last change of each file."""
+    stats = (path.stat() for path in files)
+    return [(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats]
 
 
 def _digest_of(path: Path) -> str:

@@ -71,6 +71,7 @@ def load_examples(
     files = [Path(path) for path in paths]
     processes = _num_processes(files, settings) if num_proc is None else num_proc
     done = _told(_encoded(work, blocks, processes), files, settings, progress)
+    before = files_as_they_are(files)  # before they are digested: all of it is of one content
     key = None if cache is None else cache_key(files, tokenizer, settings, vocab_size)
     if cache is None or key is None:
         builder = ExamplesBuilder()
@@ -81,11 +82,12 @@ def load_examples(
     if (found := kept.read(key, [str(path) for path in paths])) is not None:
         done.close()
         return found
-    before = files_as_they_are(files)
 
     def fill(entry: Entry) -> tuple[Examples, DataReport]:
         tally, file_rows = _gather(done, entry, len(files))
-        if files_as_they_are(files) != before:
+        # The clock of a file system is too coarse to tell all changes, so contents are compared too.
+        unchanged = files_as_they_are(files) == before
+        if not unchanged or cache_key(files, tokenizer, settings, vocab_size) != key:
             raise UserError(
                 f"{', '.join(map(str, paths))}: changed while being read; start again when nothing "
                 "writes there any more"

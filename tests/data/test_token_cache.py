@@ -10,7 +10,7 @@ import pytest
 from byte_tokenizer import chat_rows, write_tokenizer
 from template_texts import CHATML
 
-from slidedp_jax.data import ExampleSettings, load_examples, load_tokenizer
+from slidedp_jax.data import ExampleSettings, load_examples, load_tokenizer, token_cache
 from slidedp_jax.data.token_cache import TokenCache
 from slidedp_jax.errors import UserError
 
@@ -183,6 +183,33 @@ def test_files_that_change_while_they_are_read_are_refused(cached, monkeypatch):
     with pytest.raises(UserError, match=r"rows.jsonl: changed while being read"):
         cached()
     assert list(cached.folder.iterdir()) == []
+
+
+def test_a_file_that_changes_while_another_is_digested_is_not_kept(tmp_path, monkeypatch):
+    """Same size, and soon enough that the file system's clock may not have gone on."""
+    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+
+    def write(path, token):
+        path.write_text(json.dumps({"input_ids": [token, token + 1]}) + "\n")
+
+    def digest(path, plain=token_cache._digest_of):
+        found = plain(path)
+        if path == first:
+            stat = first.stat()
+            write(first, 50)
+            os.utime(first, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        return found
+
+    write(first, 10)
+    write(second, 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(token_cache, "_digest_of", digest)
+        with pytest.raises(UserError, match=r"a.jsonl, .*b.jsonl: changed while being read"):
+            load_examples([first, second], None, SETTINGS, cache=tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+    write(first, 10)
+    examples, _ = load_examples([first, second], None, SETTINGS, cache=tmp_path / "cache")
+    assert examples.input_ids(0).tolist() == [10, 11]
 
 
 def test_a_folder_that_cannot_be_used_says_how_to_do_without(cached):
