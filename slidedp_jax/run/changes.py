@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from slidedp_jax.errors import UserError
-from slidedp_jax.run.arguments import STATED, TrainArguments
+from slidedp_jax.run.arguments import FIELDS, STATED, TrainArguments
 
 PATHS = ("model_name_or_path", "train_file", "chat_template_path")
 """Settings that name what is known by its content, wherever it lies and however that is spelled."""
@@ -96,6 +96,9 @@ SCHEDULE = (
     "learning_rate_by_name",
 )
 """Settings of the learning rate at each step."""
+
+ORDERED = ("learning_rate_by_name", "weight_decay_by_name")
+"""Settings whose order counts: the first pattern that fits decides."""
 
 DATA = (
     "train_file",
@@ -189,13 +192,31 @@ def check_settings(
 
 
 def changed(args: TrainArguments, before: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Setting -> its values before and now, of those that differ."""
-    now = dataclasses.asdict(args)
+    """Setting -> its values before and now, of those that differ.
+
+    A version that had not a setting yet did what its default says.
+    """
+    was, now = with_defaults(before), dataclasses.asdict(args)
     return {
-        name: (before[name], now[name])
+        name: (was[name], now[name])
         for name in now
-        if name in before and before[name] != now[name]
+        if name in was and not _same(name, was[name], now[name])
     }
+
+
+def with_defaults(before: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of an earlier run, with the defaults of those that its version had not."""
+    defaults = {}
+    for name, own in FIELDS.items():
+        if own.default is not dataclasses.MISSING:
+            defaults[name] = own.default
+        elif own.default_factory is not dataclasses.MISSING:
+            defaults[name] = own.default_factory()
+    return defaults | dict(before)
+
+
+def _same(name: str, was: Any, now: Any) -> bool:
+    return bool(was == now) and (name not in ORDERED or list(was) == list(now))
 
 
 def starts(

@@ -20,7 +20,7 @@ from slidedp_jax.errors import UserError
 from slidedp_jax.planner.strategy import Strategy
 from slidedp_jax.process import current_setup
 from slidedp_jax.run.arguments import TrainArguments
-from slidedp_jax.run.changes import SCHEDULE, data_may_change
+from slidedp_jax.run.changes import SCHEDULE, changed, data_may_change, with_defaults
 from slidedp_jax.run.checks import RunInputs
 from slidedp_jax.run.learning_rate import learning_rate
 from slidedp_jax.run.record import IN_CHECKPOINT, understood
@@ -121,14 +121,17 @@ class Resumption:
     def _rate_notes(self, args: TrainArguments, num_steps: int) -> list[str]:
         updates = self.step - self.extra.get("skipped_steps", 0)
         settings = self.run.get("arguments", {})
-        former = {name: settings[name] for name in SCHEDULE if name in settings}
+        # Versions that did not keep them in checkpoints cannot say what they were.
+        former = {name: with_defaults(settings)[name] for name in SCHEDULE} if settings else {}
+        why = [name for name in changed(args, settings) if name in former]
         then = dataclasses.replace(args, **former)
         steps = self.extra.get("num_steps", num_steps)
         before = float(learning_rate(then, steps)(updates))
         now = float(learning_rate(args, num_steps)(updates))
         if before == now:
-            return []
-        why = [name for name in former if former[name] != getattr(args, name)]
+            if "learning_rate_by_name" not in why:
+                return []
+            return ["learning rates of some weights jump here: learning_rate_by_name changed"]
         text = f"{', '.join(why)} changed" if why else ""
         if steps != num_steps:
             text += f"{' and ' if text else ''}the run has {num_steps} steps now, {steps} before"
@@ -171,17 +174,14 @@ def recorded_strategy(
         return _strategy_of_file(pathlib.Path(args.plan_from)), []
     if previous is None or previous.get("strategy") is None or args.hardware is not None:
         return None, []
-    changed = [
-        f"{name} was {previous['arguments'][name]!r}, now {getattr(args, name)!r}"
-        for name in DECIDE_PLANS
-        if name in previous["arguments"] and previous["arguments"][name] != getattr(args, name)
+    differing = [
+        f"{name} was {was!r}, now {now!r}"
+        for name, (was, now) in changed(args, previous["arguments"]).items()
+        if name in DECIDE_PLANS or (name == "max_grad_norm" and bool(was) != bool(now))
     ]
-    if "max_grad_norm" in previous["arguments"]:
-        was, now = previous["arguments"]["max_grad_norm"], args.max_grad_norm
-        changed += [f"max_grad_norm was {was!r}, now {now!r}"] if bool(was) != bool(now) else []
-    changed += _other_devices(previous.get("planned_for"))
-    if changed:
-        return None, [f"planned anew, which may change the last bits: {'; '.join(changed)}"]
+    differing += _other_devices(previous.get("planned_for"))
+    if differing:
+        return None, [f"planned anew, which may change the last bits: {'; '.join(differing)}"]
     try:
         return Strategy.recorded(previous["strategy"]), []
     except ValueError as error:
@@ -225,8 +225,8 @@ def _of_file(path: pathlib.Path) -> tuple[Strategy, Rounding]:
         raise UserError(
             f"plan_from {path} holds no plan ({error}); give the run.json of a run"
         ) from None
-    if changed := _other_devices(record.get("planned_for")):
-        raise UserError(f"plan_from {path} was made for other devices: {'; '.join(changed)}")
+    if others := _other_devices(record.get("planned_for")):
+        raise UserError(f"plan_from {path} was made for other devices: {'; '.join(others)}")
     return strategy, rounding
 
 
@@ -246,11 +246,11 @@ def xla_flags() -> list[str]:
 
 def _compiler_notes(before: Mapping[str, Any]) -> list[str]:
     versions, flags = before.get("versions", {}), before.get("xla_flags")
-    changed = [
+    differing = [
         f"{name} {versions[name]} -> {now}"
         for name in ("jax", "jaxlib", "optax")
         if name in versions and versions[name] != (now := importlib.metadata.version(name))
     ]
     if flags is not None and flags != xla_flags():
-        changed.append(f"XLA_FLAGS {' '.join(flags)} -> {' '.join(xla_flags())}")
-    return [f"results may differ in the last bits: {', '.join(changed)}"] if changed else []
+        differing.append(f"XLA_FLAGS {' '.join(flags)} -> {' '.join(xla_flags())}")
+    return [f"results may differ in the last bits: {', '.join(differing)}"] if differing else []

@@ -8,8 +8,18 @@ import pytest
 from lanes import mostly_thorough
 from runs import losses, metrics, tree_of, write_rows
 
-from slidedp_jax.run.arguments import FIELDS
-from slidedp_jax.run.changes import ALLOWABLE, DATA, MAY_CHANGE, PATHS, SCHEDULE
+from slidedp_jax.errors import UserError
+from slidedp_jax.run.arguments import FIELDS, TrainArguments
+from slidedp_jax.run.changes import (
+    ALLOWABLE,
+    DATA,
+    MAY_CHANGE,
+    PATHS,
+    SCHEDULE,
+    changed,
+    check_settings,
+    starts,
+)
 from slidedp_jax.train import main
 
 
@@ -69,6 +79,38 @@ def test_all_starts_are_remembered(inputs, out):
     (out / "run.json").unlink()
     inputs.train(out, max_steps=3, **settings)
     assert len(record(out)["starts"]) == 3  # those that the last checkpoint knows, and this one
+
+
+def rates_by_name(*pairs):
+    return {"learning_rate_by_name": json.dumps(dict(pairs))}
+
+
+def test_the_order_of_patterns_counts(inputs, out, capsys):
+    """The first that fits decides, so the same pairs in another order are other rates."""
+    narrow, wide = ("lm_head*", 0.02), ("*", 0.01)
+    rates = rates_by_name(narrow, wide)
+    inputs.train(out, max_steps=3, **rates, allow_changed="learning_rate_by_name", dry_run=True)
+    said = capsys.readouterr().out
+    assert "learning rates of some weights jump here: learning_rate_by_name changed" in said
+    run = record(out)
+    run["arguments"]["learning_rate_by_name"] = dict([wide, narrow])
+    (out / "run.json").write_text(json.dumps(run))
+    assert main(inputs.command(out, max_steps=3, **rates)) == 1
+    error = capsys.readouterr().err
+    assert "learning_rate_by_name was {'*': 0.01, 'lm_head*': 0.02}, now" in error
+    assert "--allow_changed learning_rate_by_name" in error
+
+
+def test_settings_that_a_version_had_not_were_as_by_default(begun):
+    before = record(begun)["arguments"]
+    args = TrainArguments(**before | {"ema_decay": 0.9})
+    older = {name: value for name, value in before.items() if name not in ("ema_decay", "z_loss_coef")}
+    assert changed(args, older) == {"ema_decay": (None, 0.9)}
+    previous = {"arguments": older}
+    (_, now) = starts(previous, args, time="", from_step=2)
+    assert now["changed"] == {"ema_decay": [None, 0.9]}
+    with pytest.raises(UserError, match=r"ema_decay was None, now 0\.9"):
+        check_settings(args, older, "run", by_content=True)
 
 
 @pytest.mark.parametrize("change", [{"optim": "lion"}, {"seed": 7}, {"ema_decay": 0.9}], ids=str)
