@@ -163,6 +163,7 @@ class BatchSource:
         self._shuffle = shuffle
         self._pad_id = pad_id
         self._position = (0, 0)
+        self._previous = (0, 0)
         self._order = RowOrder(self._rows_of_files, self._weights, seed if shuffle else None)
         self._shares = self._epoch_shares(plans)
         self.num_rows = self._order.num_rows
@@ -281,12 +282,8 @@ class BatchSource:
         epoch, row = self._position
         if (epoch, row) == (0, 0):
             return False
-        before = (
-            (epoch, max(0, row - self.rows_per_step))
-            if row
-            else (epoch - 1, (self.steps_per_epoch - 1) * self.rows_per_step)
-        )
-        done, was = (whole + part / self.num_rows for whole, part in ((epoch, row), before))
+        positions = (epoch, row), self._previous
+        done, was = (whole + part / self.num_rows for whole, part in positions)
         return math.floor(done / num_epochs + 1e-9) > math.floor(was / num_epochs + 1e-9)
 
     def width_shares(self) -> dict[int, float]:
@@ -329,6 +326,7 @@ class BatchSource:
         epoch, start = self._position
         stop = min(start + self.rows_per_step, self.num_rows)
         batch = self.batch(epoch, start, stop)
+        self._previous = (epoch, start)
         self._position = (epoch + 1, 0) if stop == self.num_rows else (epoch, stop)
         return batch
 
@@ -369,9 +367,10 @@ class BatchSource:
         )
 
     def state(self) -> dict[str, Any]:
-        """Position and what it refers to; small, JSON-able."""
+        """Position, that of the step before, and what they refer to; small, JSON-able."""
         epoch, next_row = self._position
-        return {"epoch": epoch, "next_row": next_row, **self._identity()}
+        position = {"epoch": epoch, "next_row": next_row, "previous": list(self._previous)}
+        return position | self._identity()
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue at a stored position, in constant time.
@@ -400,6 +399,12 @@ class BatchSource:
                 "the stored state is damaged"
             )
         self._position = (epoch, next_row)
+        # Versions that did not write it are taken to have had steps of the present size.
+        self._previous = _position_of(state.get("previous")) or (
+            (epoch, max(0, next_row - self.rows_per_step))
+            if next_row
+            else (epoch - 1, (self.steps_per_epoch - 1) * self.rows_per_step)
+        )
 
     def differences(self, state: Mapping[str, Any]) -> list[str]:
         """In what a stored state is of other data or another order, in words; [] if in nothing."""
@@ -433,6 +438,14 @@ class BatchSource:
             else [len(lengths) for lengths in self._lengths_of_files()],
             "data": self.examples.fingerprint,
         }
+
+
+def _position_of(stored: Any) -> tuple[int, int] | None:
+    """A stored (epoch, row); None where there is none."""
+    match stored:
+        case [int(epoch), int(row)]:
+            return epoch, row
+    return None
 
 
 def row_widths(max_seq_length: int, pad_to_multiple_of: int = 8) -> tuple[int, ...]:

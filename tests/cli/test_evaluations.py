@@ -123,6 +123,32 @@ def test_which_steps_end_a_part_of_the_data():
     assert passed(0.1) == [1, 2, 3, 4, 5, 6, 7]
 
 
+def test_a_part_of_the_data_that_ends_is_known_after_another_batch_size():
+    """The step that ended was of the former size, which the state knows."""
+    from runs import made_up_rows
+
+    def at_row(row, step_size):
+        source = BatchSource(made_up_rows(24), max_seq_length=16, step_size=step_size)
+        while source.state()["next_row"] != row:
+            next(source)
+        return source
+
+    resumed = BatchSource(made_up_rows(24), max_seq_length=16, step_size=12)
+    resumed.restore(at_row(15, 3).state())
+    assert not resumed.has_passed(0.5)  # row 12 was passed by the step before
+    resumed.restore(at_row(12, 3).state())
+    assert resumed.has_passed(0.5)
+    small = BatchSource(made_up_rows(24), max_seq_length=16, step_size=3)
+    small.restore(at_row(16, 8).state())
+    assert small.has_passed(0.5)  # by the step from row 8 to 16
+    state = at_row(16, 8).state()
+    del state["previous"]
+    small.restore(state)  # of a version that did not write it
+    assert not small.has_passed(0.5)
+    next(small)
+    assert not small.has_passed(0.5) and small.state()["previous"] == [0, 16]
+
+
 def test_sets_are_told_apart_and_samples_are_taken_at_each_evaluation(inputs, tmp_path, capsys):
     """48 rows, 24 a step: two steps an epoch."""
     few = write_rows(tmp_path / "few.jsonl", 9)
