@@ -100,6 +100,7 @@ class Forecast:
         self._ratios: list[float] = []
         self._seconds: list[float] = []
         self._update_ratios: list[tuple[float, float]] = []
+        self._due = False
 
     def step(self, width: int, seconds: float, lanes: Mapping[tuple[SpanLane, str], float]) -> None:
         """A step has ended; the first of each width compiles.
@@ -109,6 +110,7 @@ class Forecast:
           seconds: that it took.
           lanes: what `StepTracer.take` gave since the step before.
         """
+        self._due = False
         own_s = lanes.get(("host_update", ""), 0.0)
         if width not in self._predicted:
             self._predicted[width] = self._of_width(width)
@@ -117,11 +119,12 @@ class Forecast:
         self._seconds.append(seconds)
         self._ratios.append(seconds / step_s)
         self._update_ratios.append((own_s, predicted_update_s))
+        self._due = len(self._ratios) == STEPS
 
     @property
     def is_due(self) -> bool:
         """Whether the step that ended just now is the one to look at."""
-        return len(self._ratios) == STEPS
+        return self._due
 
     def comparison(self) -> Comparison | None:
         """Of all steps so far; None where there are none that count."""
