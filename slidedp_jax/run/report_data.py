@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import pathlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -119,16 +121,34 @@ def curve(records: Sequence[Mapping[str, Any]], name: str, scale: float = 1.0) -
 
 
 def shares(steps: Sequence[Mapping[str, Any]], name: str) -> list[Bin]:
-    """Share of the steps' time that a field in seconds took, bins as in `curve`."""
+    """Share of the time that a field in seconds took, bins as in `curve`.
+
+    Lanes are busy between steps too, as in saves and evaluations; the time is from the end of one
+    step to that of the next.
+    """
+    seconds = [
+        max(entry["step_time_s"], _elapsed(entry) - _elapsed(before))
+        for before, entry in itertools.pairwise([{}, *steps])
+    ]
     size = -(-len(steps) // MOST_POINTS) or 1
     bins = []
     for first in range(0, len(steps), size):
         some = steps[first : first + size]
-        total = sum(entry["step_time_s"] for entry in some)
-        each = [(entry.get(name) or 0.0) / entry["step_time_s"] for entry in some]
-        mean = sum(entry.get(name) or 0.0 for entry in some) / total
+        took, total = [entry.get(name) or 0.0 for entry in some], seconds[first : first + size]
+        each = [_share(part, whole) for part, whole in zip(took, total, strict=True)]
+        mean = _share(sum(took), sum(total))
         bins.append(Bin(step=some[-1]["step"], mean=mean, low=min(each), high=max(each)))
     return bins
+
+
+def _elapsed(entry: Mapping[str, Any]) -> float:
+    """Seconds since this start's first step; not a number where there was no step or no word."""
+    value = entry.get("elapsed_s")
+    return math.nan if value is None else float(value)
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else 0.0
 
 
 def median(values: Sequence[float]) -> float | None:

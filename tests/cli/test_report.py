@@ -128,6 +128,20 @@ def test_long_runs_are_drawn_with_as_many_points_as_fit():
     assert curve([], "loss") == []
 
 
+def test_shares_count_the_time_between_steps():
+    """An evaluation of 6 s before step 2, in which the update went on; then another start."""
+    elapsed = [(2.0, 1.0), (10.0, 6.0), (12.0, 1.0), (2.0, 0.5), (None, 1.0)]
+    records = [
+        {"step": n, "step_time_s": 2.0, "elapsed_s": at, "host_update_s": busy}
+        for n, (at, busy) in enumerate(elapsed, start=1)
+    ]
+    found = [bin.mean for bin in shares(records, "host_update_s")]
+    assert found == pytest.approx([0.5, 0.75, 0.5, 0.25, 0.5])
+    nothing = [{"step": 1, "step_time_s": 0.0, "host_update_s": 0.0}]
+    assert shares(nothing, "host_update_s")[0].mean == 0.0
+    assert shares([], "host_update_s") == []
+
+
 def test_ticks_are_round():
     assert ticks(0.0, 1.0, 5) == pytest.approx([0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
     assert ticks(7.03, 7.71, 5) == pytest.approx([7.2, 7.4, 7.6])
