@@ -36,6 +36,10 @@ _END = f"\x03{secrets.token_hex(8)}\x03"
 _MARKS = re.compile(f"({_BEGIN}|{_END})")
 
 
+_DATES = re.compile(r"([^%]|%%|%[-_0^#]?[aAbBdeDFgGhjmuUVwWxyYC])*")
+"""A format whose codes tell the day only."""
+
+
 class ChatTemplateError(UserError):
     """The template refused a conversation or failed on it."""
 
@@ -103,10 +107,16 @@ class ChatTemplate:
 
     @property
     def clock(self) -> str | None:
-        """The time that it prints: empty if it prints none, None if that of rendering."""
+        """The time that it prints: empty if it prints none, None if that of rendering.
+
+        The day alone if that is all that it prints.
+        """
         if "strftime_now" not in self.source:
             return ""
-        return None if self._now is None else self._now.isoformat()
+        if self._now is None:
+            return None
+        now = self._now
+        return now.date().isoformat() if _prints_days_only(self.source) else now.isoformat()
 
     def __reduce__(self) -> Any:
         """Other processes compile it anew."""
@@ -188,6 +198,23 @@ class ChatTemplate:
         except Exception as error:  # a template may fail in any way a program can
             detail = str(error) or type(error).__name__
             raise ChatTemplateError(f"chat template {self.origin}: {detail}") from error
+
+
+def _prints_days_only(source: str) -> bool:
+    """Whether each use of `strftime_now` is a call with a literal format of date codes."""
+    environment = ImmutableSandboxedEnvironment(extensions=[_Generation, loopcontrols])
+    tree = environment.parse(source)
+    understood = set[int]()
+    for test in tree.find_all(nodes.Test):
+        if test.name in ("defined", "undefined"):
+            understood.add(id(test.node))
+    for call in tree.find_all(nodes.Call):
+        match call.args:
+            case [nodes.Const(value=str(form))] if _DATES.fullmatch(form):
+                understood.add(id(call.node))
+    names = [name for name in tree.find_all(nodes.Name) if name.name == "strftime_now"]
+    texts = source.count("strftime_now")  # others may be reached in ways that are not followed
+    return len(names) == texts and all(id(name) in understood for name in names)
 
 
 def _compiled(

@@ -113,9 +113,11 @@ def _version(name: str) -> str:
 class Entry:
     """An entry that is being written, in a folder that is not its last."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, unusable: Callable[[OSError], UserError]):
         self._folder = folder
-        self._files = {name: (folder / f"{name}.bin").open("wb") for name in _ARRAYS}
+        self._unusable = unusable
+        with _said_by(unusable):
+            self._files = {name: (folder / f"{name}.bin").open("wb") for name in _ARRAYS}
 
     def extend(self, part: Part, first_row: int) -> None:
         """Add the examples of a part whose first row has that number."""
@@ -124,18 +126,21 @@ class Entry:
             "lengths": part.lengths,
             "row_ids": part.row_ids + first_row,
         }
-        for name, array in arrays.items():
-            self._files[name].write(np.ascontiguousarray(array, _ARRAYS[name]).data)
+        with _said_by(self._unusable):
+            for name, array in arrays.items():
+                self._files[name].write(np.ascontiguousarray(array, _ARRAYS[name]).data)
 
     def close(self) -> None:
         """Write what is not written yet."""
-        for file in self._files.values():
-            file.close()
+        with _said_by(self._unusable), contextlib.ExitStack() as stack:
+            for file in self._files.values():
+                stack.callback(file.close)
 
     def finish(self, file_rows: Sequence[int]) -> Examples:
         """The examples as they will be read; their arrays are mapped."""
         self.close()
-        return _examples(self._folder, file_rows)
+        with _said_by(self._unusable):
+            return _examples(self._folder, file_rows)
 
 
 @final
@@ -186,18 +191,15 @@ class TokenCache:
           UserError: the folder cannot be written; what `fill` raises.
         """
         with self._unfinished(key) as folder:
-            try:
-                entry = Entry(folder)
-                with contextlib.closing(entry):
-                    examples, report = fill(entry)
+            with contextlib.closing(Entry(folder, self._unusable)) as entry:
+                examples, report = fill(entry)  # what it cannot read is not the cache's fault
+            with _said_by(self._unusable):
                 description = {
                     "digests": _digests(examples),
                     "file_rows": examples.file_rows,
                     "report": report_as_json(report),
                 }
                 (folder / "entry.json").write_text(json.dumps(description), encoding="utf-8")
-            except OSError as error:
-                raise self._unusable(error) from error
             for _ in range(2):
                 try:
                     folder.rename(self._folder / key)
@@ -241,6 +243,15 @@ class TokenCache:
             f"tokenised rows cannot be kept in {self._folder} ({error.strerror or error}); "
             f"{_WAY_OUT}"
         )
+
+
+@contextlib.contextmanager
+def _said_by(unusable: Callable[[OSError], UserError]) -> Iterator[None]:
+    """Where the cache is written: its errors are the user's to mend."""
+    try:
+        yield
+    except OSError as error:
+        raise unusable(error) from error
 
 
 @contextlib.contextmanager

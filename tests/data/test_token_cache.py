@@ -1,9 +1,11 @@
 """Tokenised rows on disk: read when nothing has changed, made anew when anything has."""
 
 import datetime
+import errno
 import json
 import os
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from byte_tokenizer import chat_rows, write_tokenizer
 from template_texts import CHATML
 
 from slidedp_jax.data import ExampleSettings, load_examples, load_tokenizer, token_cache
+from slidedp_jax.data.chat_template import ChatTemplate
 from slidedp_jax.data.token_cache import TokenCache
 from slidedp_jax.errors import UserError
 
@@ -106,6 +109,64 @@ def test_a_template_that_prints_the_time_is_kept_for_that_time_only(cached, tmp_
     assert "kept in" in cached(folder=clock, now=noon)[2]
     assert "read from" in cached(folder=clock, now=noon)[2]
     assert "kept in" in cached(folder=clock, now=noon.replace(hour=13))[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "days_only"),
+    [
+        ("{%- if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}", True),
+        ("{% macro day() %}{{- strftime_now(\"%Y-%m-%d\") }}{% endmacro %}{{ day() }}", True),
+        ("{% generation %}{{ strftime_now('%-d %B, 100%%') }}{% endgeneration %}", True),
+        ("{{ strftime_now('%d %b %Y') ~ strftime_now('%%%H') }}", False),
+        ("{{ strftime_now('%c') }}", False),
+        ("{{ strftime_now('%d' ~ '%H') }}", False),
+        ("{% set now = strftime_now %}{{ now('%H') ~ strftime_now('%d') }}", False),
+        ("{{ [strftime_now][0]('%d') }}", False),
+    ],
+)
+def test_a_template_that_prints_the_day_is_known_by_the_day(text, days_only):
+    noon = datetime.datetime(2026, 1, 1, 12, 30, 15, 17)
+    clock = {
+        now: ChatTemplate(text, origin="here", now=now).clock
+        for now in (noon, noon.replace(hour=13), noon.replace(day=2))
+    }
+    assert len(set(clock.values())) == (2 if days_only else 3)
+    assert ChatTemplate(text, origin="here").clock is None
+
+
+def test_another_start_on_the_same_day_reads_the_rows(cached, tmp_path):
+    text = "{{ strftime_now('%d %b %Y') }}" + CHATML
+    clock = write_tokenizer(tmp_path / "clock", chat_template=text)
+    noon = datetime.datetime(2026, 1, 1, 12)
+    assert "kept in" in cached(folder=clock, now=noon)[2]
+    assert "read from" in cached(folder=clock, now=noon.replace(microsecond=5))[2]
+    assert "kept in" in cached(folder=clock, now=noon.replace(day=2))[2]
+
+
+def test_a_data_file_that_cannot_be_read_is_not_the_caches_fault(cached, monkeypatch):
+    def read(block):
+        raise OSError(errno.EIO, "Input/output error", str(cached.rows))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("slidedp_jax.data.encode_block.records_in", read)
+        with pytest.raises(OSError, match=r"Input/output error: .*rows.jsonl"):
+            cached()
+    assert list(cached.folder.iterdir()) == []
+    assert "kept in" in cached()[2]
+
+
+def test_a_full_disk_says_how_to_do_without(cached, monkeypatch):
+    """Linux's /dev/full is one; what is buffered fails when it is closed."""
+    cached.folder.mkdir()
+    plain = Path.open
+
+    def full(path, mode="r", **settings):
+        return plain(Path("/dev/full") if path.name == "coded.bin" else path, mode, **settings)
+
+    monkeypatch.setattr(Path, "open", full)
+    with pytest.raises(UserError, match=r"cannot be kept in .*No space left.*or null"):
+        cached()
+    assert list(cached.folder.iterdir()) == []
 
 
 def flip(path):
