@@ -29,6 +29,11 @@ class Span:
     start_s: float
     end_s: float
 
+    @property
+    def key(self) -> tuple[SpanLane, str]:
+        """Its lane and, of waits, the reason: `norm`, `leave` or `update`."""
+        return _key(self.lane, self.name)
+
 
 class Tracer:
     """Takes no notes."""
@@ -59,7 +64,7 @@ class StepTracer(Tracer):
             yield
         finally:
             end = time.perf_counter()
-            key = lane, _reason(name) if lane == "wait" else ""
+            key = _key(lane, name)
             with self._lock:
                 self._sums[key] = self._sums.get(key, 0.0) + end - start
                 if self._spans is not None:
@@ -79,11 +84,20 @@ class StepTracer(Tracer):
         with self._lock:
             self._spans, self._origin_s = [], time.perf_counter()
 
+    @property
+    def kept_s(self) -> float:
+        """Seconds since `keep_spans`, by the clock of the spans."""
+        return time.perf_counter() - self._origin_s
+
     def kept_spans(self) -> list[Span]:
         """Those since `keep_spans`, which ends here."""
         with self._lock:
             spans, self._spans = self._spans or [], None
             return spans
+
+
+def _key(lane: SpanLane, name: str) -> tuple[SpanLane, str]:
+    return lane, _reason(name) if lane == "wait" else ""
 
 
 def _reason(name: str) -> str:

@@ -18,8 +18,10 @@ from typing import Any
 
 import jax
 
-from slidedp_jax.tracer import Span, StepTracer
+from slidedp_jax.run.step_lanes import lane_seconds
+from slidedp_jax.tracer import Span, SpanLane, StepTracer
 from slidedp_jax.whole_files import write_whole
+from slidedp_jax.wording import counted
 
 _LANES = {
     "step": "steps",
@@ -34,6 +36,25 @@ _LANES = {
 """Rows of the timeline, from the top."""
 
 _MICROSECONDS = 1e6
+
+
+_BOUNDS = 0.1
+"""Share of the time that the step's thread waits for something, from which on that bounds it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedStep:
+    """A step in the range.
+
+    Attributes:
+      record: of the step; seconds of lanes in it are of another time, since the step before.
+      begin_s: since the trace began.
+      end_s: likewise.
+    """
+
+    record: Mapping[str, Any]
+    begin_s: float
+    end_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,14 +98,20 @@ class Profile:
     ):
         self._steps, self._folder, self._tracer, self._say = steps, folder, tracer, say
         self._gpus = gpus
-        self._records: list[Mapping[str, Any]] = []
+        self._done: list[TracedStep] = []
+        self._begin_s = 0.0
         self._on = False
 
     def before(self, step: int) -> None:
         """A step begins."""
-        if self._steps is None or self._on or not self._steps[0] <= step <= self._steps[1]:
+        if self._steps is None or not self._steps[0] <= step <= self._steps[1]:
             return
-        self._on, self._records = True, []
+        if not self._on:
+            self._start()
+        self._begin_s = self._tracer.kept_s
+
+    def _start(self) -> None:
+        self._on, self._done = True, []
         if self._gpus:
             with self._unless_it_fails("jax.profiler cannot start"):
                 jax.profiler.start_trace(str(self._raw))
@@ -94,7 +121,8 @@ class Profile:
         """A step has ended, and this is its record."""
         if not self._on:
             return
-        self._records.append(record)
+        end = self._tracer.kept_s
+        self._done.append(TracedStep(record=record, begin_s=self._begin_s, end_s=end))
         if self._steps is not None and record["step"] >= self._steps[1]:
             self.close()
 
@@ -110,15 +138,15 @@ class Profile:
                 jax.profiler.stop_trace()
                 on_devices = read_device_spans(self._raw)
             shutil.rmtree(self._raw, ignore_errors=True)
-        if not self._records:
+        if not self._done:
             return
-        first, last = self._records[0]["step"], self._records[-1]["step"]
+        first, last = (self._done[place].record["step"] for place in (0, -1))
         path = self._folder / f"steps_{first}_{last}.trace.json"
         with self._unless_it_fails("the profile cannot be written"):
             self._folder.mkdir(parents=True, exist_ok=True)
-            events = trace_events(spans, on_devices, self._records)
+            events = trace_events(spans, on_devices, self._done)
             write_whole(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-            text = what_bounds(self._records, on_devices)
+            text = what_bounds(self._done, spans, on_devices)
             write_whole(path.with_name(f"steps_{first}_{last}.txt"), text + "\n")
             self._say(f"profile: {text}\n  timeline: {path} (open it at https://ui.perfetto.dev)")
 
@@ -136,22 +164,21 @@ class Profile:
 
 
 def trace_events(
-    spans: Iterable[Span], on_devices: Iterable[DeviceSpan], records: Sequence[Mapping[str, Any]]
+    spans: Iterable[Span], on_devices: Iterable[DeviceSpan], steps: Sequence[TracedStep]
 ) -> list[dict[str, Any]]:
     """Complete events and names of rows, in Chrome's format.
 
     Args:
       spans: of our lanes.
       on_devices: of the GPUs.
-      records: of the steps, which followed each other from time 0 on.
+      steps: that were traced; evaluations and saves may lie between them.
     """
     rows: dict[tuple[str, str], list[tuple[float, float, str]]] = {}
     for lane in _LANES:
         rows["slidedp_jax", lane] = []
-    end = 0.0
-    for record in records:
-        begin, end = end, end + record["step_time_s"]
-        rows["slidedp_jax", "step"].append((begin, end, f"step {record['step']}"))
+    for step in steps:
+        name = f"step {step.record['step']}"
+        rows["slidedp_jax", "step"].append((step.begin_s, step.end_s, name))
     for span in spans:
         lane = "norm" if span.name == "wait for the norm" else str(span.lane)
         rows["slidedp_jax", lane].append((span.start_s, span.end_s, span.name))
@@ -259,19 +286,43 @@ def covered_s(spans: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def what_bounds(records: Sequence[Mapping[str, Any]], on_devices: Sequence[DeviceSpan] = ()) -> str:
+def _within(
+    spans: Iterable[tuple[float, float]], steps: Sequence[TracedStep]
+) -> list[tuple[float, float]]:
+    """The parts of spans that lie in a step."""
+    return [
+        (max(start, step.begin_s), min(end, step.end_s))
+        for start, end in spans
+        for step in steps
+        if start < step.end_s and end > step.begin_s
+    ]
+
+
+def what_bounds(
+    steps: Sequence[TracedStep],
+    spans: Sequence[Span] = (),
+    on_devices: Sequence[DeviceSpan] = (),
+) -> str:
     """One paragraph: where the time of these steps went, what bounds them, what would help.
 
     Args:
-      records: of the steps, with the seconds that each lane took.
+      steps: that were traced.
+      spans: of our lanes; what lies between steps, as in an evaluation, does not count.
       on_devices: what GPUs did meanwhile; empty: not known.
     """
-    total = sum(float(record["step_time_s"]) for record in records)
+    total = sum(step.end_s - step.begin_s for step in steps)
+    sums: dict[tuple[SpanLane, str], float] = {}
+    for span in spans:
+        for start, end in _within([(span.start_s, span.end_s)], steps):
+            sums[span.key] = sums.get(span.key, 0.0) + end - start
+    lane_s = lane_seconds(sums)
 
     def share(name: str) -> float:
-        return sum(float(record.get(name) or 0.0) for record in records) / total
+        if name in lane_s:
+            return lane_s[name] / total
+        return sum(float(step.record.get(name) or 0.0) for step in steps) / total
 
-    steps = f"{len(records)} step{'s' if len(records) > 1 else ''} of {total / len(records):.3g} s"
+    of_steps = f"{counted(len(steps), 'step')} of {total / len(steps):.3g} s"
     waits = {
         "update": share("wait_update_s"),
         "leave": share("wait_leave_s"),
@@ -284,21 +335,24 @@ def what_bounds(records: Sequence[Mapping[str, Any]], on_devices: Sequence[Devic
         f"the optimizer was busy for {share('host_update_s'):.0%}",
     ]
     lanes = {
-        lane: _busiest(on_devices, lane) / total for lane in ("compute", "h2d", "d2h") if on_devices
+        lane: _busiest(on_devices, lane, steps) / total
+        for lane in ("compute", "h2d", "d2h")
+        if on_devices
     }
+    device_s = share("wait_device_s")
     if lanes:
         told.append(
             f"the busiest GPU computed for {lanes['compute']:.0%}, copied to itself for "
             f"{lanes['h2d']:.0%} and from itself for {lanes['d2h']:.0%}"
         )
     else:
-        told.append(f"the loop waited {share('wait_device_s'):.0%} for the devices to finish")
-    return f"{steps}: {'; '.join(told)}. {_verdict(waits, lanes)}"
+        told.append(f"the loop waited {device_s:.0%} for the devices to finish")
+    return f"{of_steps}: {'; '.join(told)}. {_verdict(waits, lanes, device_s)}"
 
 
-def _verdict(waits: Mapping[str, float], lanes: Mapping[str, float]) -> str:
+def _verdict(waits: Mapping[str, float], lanes: Mapping[str, float], device_s: float) -> str:
     longest = max(waits, key=lambda name: waits[name])
-    if waits[longest] >= 0.1:
+    if waits[longest] >= _BOUNDS:
         return {
             "update": "The optimizer on the host bounds the step: more tokens per step, state that "
             "stays on the GPUs, an optimizer with less state or more cores would make it faster.",
@@ -313,12 +367,17 @@ def _verdict(waits: Mapping[str, float], lanes: Mapping[str, float]) -> str:
             "No lane is busy throughout: what is short waits for what comes before it; more tokens "
             "per step would make the GPUs' share larger."
         )
+    if not lanes and device_s < _BOUNDS:
+        return (
+            "Handing work over (Python) bounds the step, as nothing that it waits for does: more "
+            "tokens per step, larger micro batches or more layers per chunk would hide it."
+        )
     return "Compute on the devices bounds the step; all else runs beside it."
 
 
-def _busiest(on_devices: Sequence[DeviceSpan], lane: str) -> float:
+def _busiest(on_devices: Sequence[DeviceSpan], lane: str, steps: Sequence[TracedStep]) -> float:
     per_device: dict[str, list[tuple[float, float]]] = {}
     for span in on_devices:
         if span.lane == lane:
             per_device.setdefault(span.device, []).append((span.start_s, span.end_s))
-    return max(map(covered_s, per_device.values()), default=0.0)
+    return max((covered_s(_within(own, steps)) for own in per_device.values()), default=0.0)

@@ -104,7 +104,9 @@ def test_the_order_of_patterns_counts(inputs, out, capsys):
 def test_settings_that_a_version_had_not_were_as_by_default(begun):
     before = record(begun)["arguments"]
     args = TrainArguments(**before | {"ema_decay": 0.9})
-    older = {name: value for name, value in before.items() if name not in ("ema_decay", "z_loss_coef")}
+    older = {
+        name: value for name, value in before.items() if name not in ("ema_decay", "z_loss_coef")
+    }
     assert changed(args, older) == {"ema_decay": (None, 0.9)}
     previous = {"arguments": older}
     (_, now) = starts(previous, args, time="", from_step=2)

@@ -115,7 +115,7 @@ def test_a_template_that_prints_the_time_is_kept_for_that_time_only(cached, tmp_
     ("text", "days_only"),
     [
         ("{%- if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}", True),
-        ("{% macro day() %}{{- strftime_now(\"%Y-%m-%d\") }}{% endmacro %}{{ day() }}", True),
+        ('{% macro day() %}{{- strftime_now("%Y-%m-%d") }}{% endmacro %}{{ day() }}', True),
         ("{% generation %}{{ strftime_now('%-d %B, 100%%') }}{% endgeneration %}", True),
         ("{{ strftime_now('%d %b %Y') ~ strftime_now('%%%H') }}", False),
         ("{{ strftime_now('%c') }}", False),
