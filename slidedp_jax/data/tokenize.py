@@ -85,7 +85,7 @@ def load_examples(
 
     def fill(entry: Entry) -> tuple[Examples, DataReport]:
         tally, file_rows = _gather(done, entry, len(files))
-        # The clock of a file system is too coarse to tell all changes, so contents are compared too.
+        # A file system's clock is too coarse to tell all changes; the contents are compared too.
         unchanged = files_as_they_are(files) == before
         if not unchanged or cache_key(files, tokenizer, settings, vocab_size) != key:
             raise UserError(
