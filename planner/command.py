@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from slidedp_jax.command_parser import WRONG_COMMAND
 from slidedp_jax.planner.asked_job import ROUTES, AskedJob, asked_job
@@ -80,12 +81,14 @@ class _Request:
     Attributes:
       job: what.
       hardware: the machine.
+      machine: the same with another number of devices.
       stated: what has been stated of it.
       notes: what should be said of the machine.
     """
 
     job: AskedJob
     hardware: HardwareProfile
+    machine: Callable[[int], HardwareProfile]
     stated: Stated
     notes: list[str]
 
@@ -127,9 +130,10 @@ def _request(args: argparse.Namespace) -> _Request:
       FileNotFoundError: there is no such model.
     """
     job, stated = asked_job(args), _stated(args)
-    hardware, notes = _machine(args, stated)
-    args.num_devices = hardware.num_devices
-    return _Request(job=job, hardware=hardware, notes=notes, stated=stated)
+    grown, count, notes = _machine(args, stated)
+    hardware = grown(count)
+    args.num_devices = count
+    return _Request(job=job, hardware=hardware, machine=grown, notes=notes, stated=stated)
 
 
 def _ways_out(request: _Request, error: PlanError) -> list[str]:
@@ -153,12 +157,14 @@ def _ways_out(request: _Request, error: PlanError) -> list[str]:
         device="--device_memory_gib",
         host_budget="--host_memory_budget_gib",
         device_budget="--device_memory_budget_gib",
+        host_budget_is_stated=args.host_memory_budget_gib is not None,
+        device_budget_is_stated=args.device_memory_budget_gib is not None,
     )
     ways += larger_memories(refused, error.limits, flags)
     if args.device_memory_budget_gib is None and args.host_memory_budget_gib is None:
         ways += more_devices(
             refused,
-            lambda n: machine(args.hardware, n, request.stated, num_hosts=args.num_hosts),
+            request.machine,
             "--num_devices",
         )
     return ways
@@ -171,11 +177,13 @@ def _shorter_flags(args: argparse.Namespace, num_rows: int, length: int) -> str:
     return flags
 
 
-def _machine(args: argparse.Namespace, stated: Stated) -> tuple[HardwareProfile, list[str]]:
-    """The machine that is planned for, and what should be said of it."""
+def _machine(
+    args: argparse.Namespace, stated: Stated
+) -> tuple[Callable[[int], HardwareProfile], int, list[str]]:
+    """The machine by its number of devices, how many are asked for, and what should be said."""
     if args.hardware_profile is None:
         count = 1 if args.num_devices is None else args.num_devices
-        return machine(args.hardware, count, stated, num_hosts=args.num_hosts), []
+        return partial(machine, args.hardware, stated=stated, num_hosts=args.num_hosts), count, []
     profile = named_profile(args.hardware_profile)
     measured = profile.hardware.num_devices
     count = measured if args.num_devices is None else args.num_devices
@@ -187,8 +195,12 @@ def _machine(args: argparse.Namespace, stated: Stated) -> tuple[HardwareProfile,
         )
     if profile.assumed:
         notes.append(f"not measured, but assumed: {', '.join(sorted(profile.assumed))}")
-    hosts = replace(profile.hardware.with_devices(count), num_hosts=args.num_hosts)
-    return with_stated(hosts, stated), notes
+
+    def grown(number: int) -> HardwareProfile:
+        hosts = replace(profile.hardware.with_devices(number), num_hosts=args.num_hosts)
+        return with_stated(hosts, stated)
+
+    return grown, count, notes
 
 
 def _does_not_fit(request: _Request, error: PlanError) -> int:

@@ -11,6 +11,7 @@ from slidedp_jax.planner.hardware import GIB, HardwareProfile
 from slidedp_jax.planner.limits import Limit
 from slidedp_jax.planner.process_limits import usable_device_bytes
 from slidedp_jax.planner.request import Request
+from slidedp_jax.planner.request_check import may_be_asked
 from slidedp_jax.planner.workload import BatchShape
 
 MOST_HOST_GIB, MOST_DEVICE_GIB = 16384, 1024
@@ -31,12 +32,16 @@ class MemoryFlags:
       device: what each GPU has; None as above.
       host_budget: what of it may be used.
       device_budget: the same of each GPU.
+      host_budget_is_stated: a larger host alone would leave it as it is.
+      device_budget_is_stated: the same of larger GPUs.
     """
 
     host: str | None
     device: str | None
     host_budget: str
     device_budget: str
+    host_budget_is_stated: bool = False
+    device_budget_is_stated: bool = False
 
 
 def larger_memories(request: Request, limits: Sequence[Limit], flags: MemoryFlags) -> list[str]:
@@ -60,15 +65,19 @@ def larger_memories(request: Request, limits: Sequence[Limit], flags: MemoryFlag
         """Of GPUs of that size, or of these GPUs where they are larger."""
         if gib * GIB <= hardware.device_memory_bytes:
             return gib * GIB
-        return usable_device_bytes(gib * GIB, hardware.device_reserve_bytes)
+        found = usable_device_bytes(gib * GIB, hardware.device_reserve_bytes)
+        # As a budget is written, which is all of it.
+        return math.floor(100 * found / GIB) * GIB / 100 if flags.device_budget_is_stated else found
 
     lines = []
     enough = _whole_gib(lambda gib: gib * GIB, alone.get("host memory"))
     gib = _least_gib(fits_host, job.host_budget_bytes, MOST_HOST_GIB, enough)
     if gib is not None:
         within = gib * GIB <= hardware.host_memory_bytes
-        flag = flags.host_budget if within else flags.host
-        lines.append(_fits(f"{gib:,} GiB of host memory", flag, gib))
+        words = _flags(flags.host_budget if within else flags.host, gib)
+        if words and not within and flags.host_budget_is_stated:
+            words += f" {flags.host_budget} {gib}"
+        lines.append(_fits(f"{gib:,} GiB of host memory", words))
     if hardware.unified_memory:
         return lines
     enough = _whole_gib(usable, alone.get("device memory"))
@@ -76,12 +85,19 @@ def larger_memories(request: Request, limits: Sequence[Limit], flags: MemoryFlag
     if gib is not None:
         within = gib * GIB <= hardware.device_memory_bytes
         what = f"{gib:,} GiB of each GPU" if within else f"GPUs of {gib:,} GiB"
-        lines.append(_fits(what, flags.device_budget if within else flags.device, gib))
+        words = _flags(flags.device_budget if within else flags.device, gib)
+        if words and not within and flags.device_budget_is_stated:
+            words += f" {flags.device_budget} {usable(gib) / GIB:.2f}"
+        lines.append(_fits(what, words))
     return lines
 
 
-def _fits(what: str, flag: str | None, value: int) -> str:
-    return f"with {what} it fits" + ("" if flag is None else f" ({flag} {value})")
+def _flags(flag: str | None, value: int) -> str:
+    return "" if flag is None else f"{flag} {value}"
+
+
+def _fits(what: str, flags: str) -> str:
+    return f"with {what} it fits" + (f" ({flags})" if flags else "")
 
 
 def _whole_gib(usable: Callable[[int], float], need_bytes: float | None) -> int | None:
@@ -129,9 +145,10 @@ def more_devices(
     number = 2 * request.job.hardware.num_devices
     while number <= min(MOST_DEVICES, request.job.batch.num_rows):
         hardware = machine(number)
-        if request.other(hardware=hardware).fits():
+        other = request.other(hardware=hardware)
+        if may_be_asked(other) and other.fits():
             host = f"{hardware.host_memory_bytes / GIB:,.0f} GiB of host memory"
-            return [_fits(f"{number} x {hardware.name} and {host}", flag, number)]
+            return [_fits(f"{number} x {hardware.name} and {host}", _flags(flag, number))]
         number *= 2
     return []
 

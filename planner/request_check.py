@@ -7,6 +7,7 @@ from slidedp_jax.planner.chunking import LARGEST_PIECE, chunk_stages
 from slidedp_jax.planner.errors import PlanError
 from slidedp_jax.planner.hardware import COMPUTE_DTYPES, HardwareProfile, size_text
 from slidedp_jax.planner.job import Job
+from slidedp_jax.planner.request import Request
 from slidedp_jax.planner.strategy import UPDATE_POLICIES
 
 
@@ -67,6 +68,17 @@ def check_request(
     problems = problems or _too_large_pieces(job, choices)
     if problems:
         raise PlanError("; ".join(problems) + ".")
+
+
+def may_be_asked(request: Request) -> bool:
+    """Whether nothing is wrong with it, as another than the one that was checked already."""
+    try:
+        check_request(
+            request.job, request.choices, request.update_policy, request.compute_dtype, False
+        )
+    except PlanError:
+        return False
+    return True
 
 
 def _routes_of_one_host(hardware: HardwareProfile, choices: Choices) -> list[str]:

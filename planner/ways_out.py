@@ -11,6 +11,7 @@ from slidedp_jax.planner.limits import LimitName
 from slidedp_jax.planner.nearest_fits import longest_row, shorter
 from slidedp_jax.planner.optimizers import LEANER, WHOLE_PARAMETER_OPTIMIZERS, OptimizerName
 from slidedp_jax.planner.request import Request
+from slidedp_jax.planner.request_check import may_be_asked
 from slidedp_jax.planner.search import Plan, fastest
 from slidedp_jax.wording import counted
 
@@ -49,10 +50,11 @@ def fewer_rows(request: Request, steps: Sequence[tuple[int, str]]) -> list[str]:
       request: of which nothing fits.
       steps: rows of a step and the flags that ask for it, from large to small.
     """
-    if not steps:
-        return []
     batch = request.job.batch
     options = {rows: request.other(batch=replace(batch, num_rows=rows)) for rows, _ in steps}
+    steps = [step for step in steps if may_be_asked(options[step[0]])]
+    if not steps:
+        return []
     rows, flags = next((step for step in steps if options[step[0]].fits()), steps[-1])
     step = f"{_step(rows, batch.seq_length)} ({flags})"
     found = _tried(options[rows])

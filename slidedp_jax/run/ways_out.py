@@ -63,6 +63,8 @@ def _ways_out(
         device="--device_memory_gib" if other else None,
         host_budget="--host_memory_budget",
         device_budget="--device_memory_budget",
+        host_budget_is_stated=args.host_memory_budget is not None,
+        device_budget_is_stated=args.device_memory_budget is not None,
     )
     return ways + larger_memories(request, error.limits, flags)
 

@@ -167,3 +167,11 @@ def test_the_plan_command_takes_a_profile(tmp_path, capsys):
     assert "cannot be read" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([*job, "--hardware_profile", path, "--hardware", "h200"])
+
+
+def test_what_does_not_fit_a_profile_is_told_what_would(tmp_path, capsys):
+    path = write(tmp_path / "p.json", named_hardware("h200", num_devices=2))
+    job = ["--preset", "qwen2.5-72b", "--tokens_per_step", "32768", "--hardware_profile", path]
+    assert main([*job, "--json"]) == 1
+    ways = json.loads(capsys.readouterr().out)["ways_out"]
+    assert any(way.endswith("(--num_devices 8)") for way in ways)

@@ -32,6 +32,14 @@ JOBS = {
     "packed": "--preset qwen3-4b --hardware h200 --tokens_per_step 131072 --seq_length 65536 "
     "--document_length 60000 --device_memory_gib 8",
     "72b": "--preset qwen2.5-72b --hardware rtx4090 --num_devices 4 --tokens_per_step 32768",
+    "host budget": "--preset qwen3-14b --hardware h200 --tokens_per_step 16384 "
+    "--host_memory_gib 64 --host_memory_budget_gib 60 --device_memory_gib 30",
+    "device budget": "--preset qwen3-0.6b --hardware rtx4090 --tokens_per_step 4194304 "
+    "--host_memory_gib 500 --device_memory_budget_gib 9",
+    "rows at once": "--preset qwen3-8b --hardware rtx4090 --tokens_per_step 65536 "
+    "--rows_per_microbatch 16",
+    "host devices": "--preset qwen3-8b --hardware rtx4090 --tokens_per_step 65536 "
+    "--num_host_devices 3",
 }
 WAYS = {
     "long row": {"--seq_length", "--device_memory_gib"},
@@ -40,8 +48,12 @@ WAYS = {
     "budgets": {"--device_memory_budget_gib"},
     "packed": {"--seq_length", "--device_memory_gib"},
     "72b": {"--optim", "--host_memory_gib", "--device_memory_gib"},
+    "host budget": {"--host_memory_gib"},
+    "device budget": {"--device_memory_gib"},
+    "rows at once": {"--device_memory_gib"},
+    "host devices": {"--host_memory_gib"},
 }
-QUICK = ("long row", "budgets")
+QUICK = ("long row", "budgets", "host budget", "rows at once")
 
 
 def asked(capsys, words):
@@ -52,6 +64,8 @@ def asked(capsys, words):
 def nearer(flags):
     """A value that asks for a little less than what fits, or None where that is not a number."""
     name, value = flags[0], flags[1]
+    if len(flags) == 4 and flags[2].endswith("_budget_gib"):
+        return [name, str(int(value) - 1), flags[2], str(int(float(flags[3])) - 1)]
     if name in ("--host_memory_gib", "--device_memory_gib"):
         return [name, str(int(value) - 1)]
     if name.endswith("_budget_gib"):
