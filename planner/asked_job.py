@@ -23,8 +23,9 @@ from slidedp_jax.planner.optimizers import (
     state_bytes,
 )
 from slidedp_jax.planner.search import Plan, plan
-from slidedp_jax.planner.whole_updates import update_flops, with_update_flops
+from slidedp_jax.planner.whole_updates import update_flops, whole_update_note, with_update_flops
 from slidedp_jax.planner.workload import BatchShape, Workload
+from slidedp_jax.wording import counted, short_count
 
 ROUTES = ("weight_route", "gradient_route")
 
@@ -108,6 +109,20 @@ class AskedJob:
         if self.args.ema_decay is not None:
             total += AVERAGE_BYTES * trained
         return float(total / self.config.num_parameters)
+
+    def notes(self) -> list[str]:
+        """What is to be said of its forecast on any machine."""
+        found = []
+        if frozen := len(self.config.parameter_shapes()) - len(self.trained):
+            found.append(
+                f"{counted(frozen, 'parameter array')} frozen, {short_count(self.num_trained)} of "
+                f"{short_count(self.config.num_parameters)} parameters trained; time and gradients "
+                "are predicted as if all were, and no training state stays on the GPUs "
+                "(--resident_state is not for --freeze)"
+            )
+        if (of_update := whole_update_note(self.optimizer)) is not None:
+            found.append(of_update)
+        return found
 
     def disk(self) -> DiskUse:
         """The room that the run's folder takes."""

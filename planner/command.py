@@ -27,8 +27,7 @@ from slidedp_jax.planner.search import Plan
 from slidedp_jax.planner.stated_choices import cost_of_choices
 from slidedp_jax.planner.stated_machine import Stated, host_line, machine, with_stated
 from slidedp_jax.planner.ways_out import fewer_rows, halves, leaner_optimizers, shorter_rows
-from slidedp_jax.planner.whole_updates import whole_update_note
-from slidedp_jax.wording import columns_of, counted, say_error, short_count, wrapped
+from slidedp_jax.wording import columns_of, counted, say_error, wrapped
 
 FITS, DOES_NOT_FIT = 0, 1
 
@@ -49,24 +48,15 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m plann
     except PlanError as error:
         return _does_not_fit(request, error)
     slower = cost_of_choices(found, request.stated_choices, lambda: request.plan(free=True))
+    more = [*request.notes, *request.job.notes()]
     if args.json:
-        more = [*slower, *request.notes]
-        result = plan_as_dict(found, completion, disk=disk, more_notes=more)
+        result = plan_as_dict(found, completion, disk=disk, more_notes=[*slower, *more])
         print(json.dumps({"fits": True, "assumed": request.assumed, **result}, indent=2))
         return FITS
     text = plan_as_text(found, completion, disk=disk, assumed=request.assumed, more_notes=slower)
     print(wrapped(text, columns_of(sys.stdout)))
-    for note in request.notes:
+    for note in more:
         _note(note)
-    job = request.job
-    if frozen := len(job.config.parameter_shapes()) - len(job.trained):
-        _note(
-            f"{counted(frozen, 'parameter array')} frozen, {short_count(job.num_trained)} of "
-            f"{short_count(job.config.num_parameters)} parameters trained; time and gradients "
-            "are predicted as if all were"
-        )
-    if (of_update := whole_update_note(job.optimizer)) is not None:
-        _note(of_update)
     return FITS
 
 
@@ -187,14 +177,12 @@ def _machine(
     profile = named_profile(args.hardware_profile)
     measured = profile.hardware.num_devices
     count = measured if args.num_devices is None else args.num_devices
-    notes = []
+    notes = profile.notes()
     if count != measured:
         notes.append(
             f"{profile.source} was measured with {counted(measured, 'device')}; the host's share "
             f"of {count} is taken in proportion, and what passes between them is a guess"
         )
-    if profile.assumed:
-        notes.append(f"not measured, but assumed: {', '.join(sorted(profile.assumed))}")
 
     def grown(number: int) -> HardwareProfile:
         hosts = replace(profile.hardware.with_devices(number), num_hosts=args.num_hosts)

@@ -135,16 +135,20 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "slidedp compare
     try:
         request = asked_job(args)
         prices = _prices(args.prices)
-        machines = _machines(args, prices)
+        machines, notes = _machines(args, prices)
     except (ValueError, FileNotFoundError) as error:
         say_error(error)
         return WRONG_COMMAND
-    rows = compared(request, machines, prices)
+    rows, of_job = compared(request, machines, prices), request.notes()
     better = {}
     if args.upgrades:
         better = {id(row): upgrades(request, row.hardware, row.plan) for row in rows}
     if args.json:
-        print(json.dumps([row_as_dict(row, better.get(id(row), ())) for row in rows], indent=2))
+        found = [
+            row_as_dict(row, better.get(id(row), ()), [*notes.get(row.hardware, ()), *of_job])
+            for row in rows
+        ]
+        print(json.dumps(found, indent=2))
     else:
         print("\n".join(_heading(request)))
         print("\n".join(table(rows)))
@@ -154,6 +158,11 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "slidedp compare
         if not all(row.is_measured for row in rows):
             text = "note: figures of machines marked * are not measured: expect larger errors"
             print(wrapped(text, columns_of(sys.stdout), 6))
+        of_profiles = [
+            f"{named(hardware)}: {note}" for hardware, said in notes.items() for note in said
+        ]
+        for note in [*of_profiles, *of_job]:
+            print(wrapped(f"note: {note}", columns_of(sys.stdout), 6))
     return FITS if any(row.plan for row in rows) else FITS_NOWHERE
 
 
@@ -227,20 +236,27 @@ def _prices(words: Sequence[str]) -> dict[str, float]:
     return prices
 
 
-def _machines(args: argparse.Namespace, prices: Mapping[str, float]) -> list[HardwareProfile]:
+def _machines(
+    args: argparse.Namespace, prices: Mapping[str, float]
+) -> tuple[list[HardwareProfile], dict[HardwareProfile, list[str]]]:
+    """What is compared, and what is to be said of some of it."""
     names = args.hardware
     if names is None:
         names = [] if args.hardware_profile else [name for name in PRESETS if name != "cpu"]
     stated = Stated(host_memory_gib=args.host_memory_gib)
     found = [machine(name, count, stated) for name in names for count in args.num_devices]
-    found += [named_profile(path).hardware for path in args.hardware_profile]
+    notes = {}
+    for path in args.hardware_profile:
+        profile = named_profile(path)
+        found.append(profile.hardware)
+        notes[profile.hardware] = profile.notes()
     unknown = sorted(prices.keys() - {hardware.name for hardware in found})
     if unknown:
         raise ValueError(
             f"--prices names {', '.join(unknown)}, of which nothing is compared; compared are "
             f"{', '.join(dict.fromkeys(hardware.name for hardware in found))}."
         )
-    return found
+    return found, notes
 
 
 def named(hardware: HardwareProfile) -> str:
@@ -281,7 +297,9 @@ def table(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def row_as_dict(row: Row, better: Sequence[Upgrade] = ()) -> dict[str, Any]:
+def row_as_dict(
+    row: Row, better: Sequence[Upgrade] = (), notes: Sequence[str] = ()
+) -> dict[str, Any]:
     """A row for JSON; SI units, named in the keys."""
     result: dict[str, Any] = {
         "hardware": row.hardware.name,
@@ -290,6 +308,7 @@ def row_as_dict(row: Row, better: Sequence[Upgrade] = ()) -> dict[str, Any]:
         "fits": row.plan is not None,
         "price_per_device_hour": row.price_per_device_hour,
         "tokens_per_unit": row.tokens_per_unit,
+        "notes": list(notes),
     }
     if row.plan is None:
         result["reason"] = row.reason

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from slidedp_jax.planner.hardware import GIB, HardwareProfile, LinkRate
+from slidedp_jax.wording import counted
 
 FORMAT = 1
 """Number of the form of the file; another is refused."""
@@ -73,6 +74,17 @@ class MachineProfile:
     date: str
     assumed: Mapping[str, str]
     source: str
+
+    def notes(self) -> list[str]:
+        """What was measured, when, the file, and what was not."""
+        machine = self.machine
+        found = [
+            f"rates as measured on {self.date[:10]} with {machine.num_devices} x "
+            f"{machine.device_kind} and {counted(machine.num_cores, 'core')} ({self.source})"
+        ]
+        if self.assumed:
+            found.append(f"not measured, but assumed: {', '.join(sorted(self.assumed))}")
+        return found
 
     def identity(self) -> dict[str, Any]:
         """What a run records of it, the rates that its plan is made of included."""

@@ -44,6 +44,9 @@ def this_machine(
       stated_host_bytes: host memory that can be had even where the kernel reports less (virtual
         machines that grow as they are used); limits of control groups hold in any case.
       measured: whose rates to take; None: those of the nearest preset.
+
+    Raises:
+      UserError: what was measured are CPU devices and these are GPUs, or the other way round.
     """
     devices = current_setup().own_devices()
     kind = devices[0].device_kind
@@ -51,7 +54,7 @@ def this_machine(
     if measured is None:
         rates = profile_of_kind("cpu" if devices[0].platform == "cpu" else kind)
     else:
-        rates = measured.hardware
+        rates = _rates(measured, on_cpu=devices[0].platform == "cpu", kind=kind)
     profile = replace(
         rates.with_devices(len(devices)),
         name=kind,
@@ -63,6 +66,26 @@ def this_machine(
         return _of_all_hosts(replace(profile, device_memory_bytes=memory.available_bytes))
     limits = [_bytes_limit(device) for device in devices]
     return _of_all_hosts(_with_device_limits(profile, limits))
+
+
+def _rates(measured: MachineProfile, *, on_cpu: bool, kind: str) -> HardwareProfile:
+    """Those of a profile; its provenance says in what these devices or their host differ."""
+    rates, there = measured.hardware, measured.machine
+    if rates.unified_memory != on_cpu:
+        of, now = ("CPU devices", "a GPU") if rates.unified_memory else ("GPUs", "a CPU device")
+        raise UserError(
+            f"the hardware profile {measured.source} is of {of} ({there.device_kind}), and "
+            f"{kind} is {now}: their memory is not alike; `slidedp measure` makes one of this"
+        )
+    differing = profile_differences(measured)
+    if not differing:
+        return rates
+    devices, _ = current_setup().devices()
+    here = machine_here(devices)
+    alike = (there.device_kind, there.processor) == (here.device_kind, here.processor)
+    # Only what begins with `measured` counts as such.
+    begin = rates.provenance if alike else f"rates of another machine, {rates.provenance}"
+    return replace(rates, provenance=f"{begin}; {'; '.join(differing)}")
 
 
 def _of_all_hosts(profile: HardwareProfile) -> HardwareProfile:
@@ -174,7 +197,7 @@ def plan_for(
 
     Raises:
       UserError: nothing fits, or not the strategy; every limit is listed. Or there is no such
-        hardware, or profile.
+        hardware, or profile, or it is of CPU devices and these are GPUs or the other way round.
     """
     choices = choices or Choices()
     if hardware is not None and hardware_profile is not None:

@@ -2,13 +2,17 @@
 
 import json
 from dataclasses import asdict, replace
+from functools import partial
 
 import pytest
 from runs import differing, losses, state
 
+from slidedp_jax import UserError, plan_for
 from slidedp_jax.machine_here import machine_here
+from slidedp_jax.models.config import named_config
 from slidedp_jax.planner.machine_profile import FORMAT, hardware_record
 from slidedp_jax.planner.presets import PRESETS
+from slidedp_jax.planner.report import notes
 from slidedp_jax.process import current_setup
 from slidedp_jax.this_machine import profile_path
 from slidedp_jax.train import main
@@ -16,14 +20,15 @@ from slidedp_jax.train import main
 FREE = {"layers_per_chunk": "null", "rows_per_microbatch": "null"}
 
 
-def write(path, *, driver=None, **rates) -> str:
+def write(path, *, driver=None, processor=None, **rates) -> str:
     """A profile of this machine with other rates."""
     machine = machine_here(current_setup().devices()[0])
+    machine = replace(machine, driver=driver, processor=processor or machine.processor)
     hardware = replace(PRESETS["cpu"].with_devices(machine.num_devices), **rates)
     record = {
         "format": FORMAT,
         "date": "2026-12-01T10:00:00+00:00",
-        "machine": asdict(replace(machine, driver=driver)),
+        "machine": asdict(machine),
         "hardware": hardware_record(replace(hardware, provenance="measured")),
         "assumed": {"peak_flops_per_s": "preset"},
     }
@@ -86,6 +91,23 @@ def test_what_differs_is_said_and_that_a_profile_exists(inputs, tmp_path, capsys
     inputs.train(tmp_path / "c", dry_run=True, hardware_profile="auto")
     said = capsys.readouterr().out
     assert f"({profile_path()})" in said and "is of another machine" not in said
+
+
+def test_a_plan_by_another_machines_rates_says_so(tmp_path):
+    planned = partial(plan_for, named_config("tiny"), rows_per_step=8, tokens_per_row=16)
+    own = planned(hardware_profile=write(tmp_path / "own.json"))
+    assert own.job.hardware.provenance.startswith("measured; memory as found")
+    assert not any("not measured" in note for note in notes(own))
+    other = planned(hardware_profile=write(tmp_path / "other.json", processor="A toaster"))
+    provenance = other.job.hardware.provenance
+    assert provenance.startswith("rates of another machine, measured; processor: measured with A t")
+    assert any("are not measured" in note for note in notes(other))
+
+
+def test_a_profile_of_gpus_is_not_for_the_cpu(tmp_path):
+    path = write(tmp_path / "gpu.json", unified_memory=False)
+    with pytest.raises(UserError, match=r"gpu\.json is of GPUs .* cpu is a CPU device"):
+        plan_for(named_config("tiny"), rows_per_step=8, tokens_per_row=16, hardware_profile=path)
 
 
 def test_a_missing_profile_and_one_beside_another_machine_are_refused(inputs, tmp_path, capsys):

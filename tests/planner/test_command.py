@@ -196,6 +196,11 @@ def test_frozen_parameters_and_whole_matrices_are_noted(capsys):
     text = capsys.readouterr().out
     assert "note: 1 parameter array frozen, 3.63B of 4.02B parameters trained" in text
     assert "note: muon updates whole matrices on the host" in text
+    assert "no training state stays on the GPUs" in text
+    notes = planned(capsys, *JOB, "--freeze", "model.embed_tokens.*", "--optim", "muon")["notes"]
+    assert [note for note in text.splitlines() if note.startswith("note: ")] == [
+        f"note: {note}" for note in notes
+    ]
 
 
 def test_what_is_stated_is_not_assumed(capsys):

@@ -42,6 +42,17 @@ def test_json_has_the_figures_of_the_plan_and_tokens_for_a_price(capsys):
     assert paid == sorted(paid, reverse=True)
 
 
+def test_what_forecasts_leave_out_is_noted(capsys):
+    job = ["--preset", "qwen3-0.6b", "--tokens_per_step", "8192", "--optim", "muon", *MACHINES]
+    job += ["--freeze", "model.norm.*"]
+    main(job)
+    text = capsys.readouterr().out
+    for row in json.loads(_json_of(job, capsys)):
+        frozen, whole = row["notes"]
+        assert "1 parameter array frozen" in frozen and "muon updates whole" in whole
+        assert f"note: {frozen}\nnote: {whole}\n" in text
+
+
 def test_nothing_fits_anywhere(capsys):
     job = ["--preset", "qwen2.5-72b", "--tokens_per_step", "4096"]
     assert main([*job, "--hardware", "rtx3090", "--num_devices", "1"]) == 1

@@ -7,6 +7,7 @@ import pytest
 
 from slidedp_jax.models.config import named_config
 from slidedp_jax.planner.command import main
+from slidedp_jax.planner.comparison import main as compare
 from slidedp_jax.planner.hardware import GIB, HardwareProfile, LinkRate
 from slidedp_jax.planner.machine_profile import (
     AUTO,
@@ -160,6 +161,10 @@ def test_the_plan_command_takes_a_profile(tmp_path, capsys):
     )
     assert found["assumed"] == []
     assert any("assumed: peak_flops_per_s" in note for note in found["notes"])
+    said = f"rates as measured on 2026-12-01 with 2 x NVIDIA H200 and 32 cores ({path})"
+    assert said in found["notes"]
+    assert compare([*job, "--hardware_profile", path]) == 0
+    assert said in json.loads(capsys.readouterr().out)[0]["notes"]
     assert main([*job, "--hardware_profile", path, "--num_devices", "1"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert any("was measured with 2 devices" in note for note in found["notes"])
