@@ -142,7 +142,7 @@ def asked_job(args: argparse.Namespace) -> AskedJob:
       ValueError: one of them is wrong.
       FileNotFoundError: there is no such model.
     """
-    if args.max_grad_norm < 0:
+    if not 0 <= args.max_grad_norm < math.inf:
         raise ValueError(f"--max_grad_norm is {args.max_grad_norm}; use 0 for none or a limit > 0.")
     if args.ema_decay is not None and not 0 < args.ema_decay < 1:
         raise ValueError(f"--ema_decay is {args.ema_decay}; it must be between 0 and 1.")

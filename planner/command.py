@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from slidedp_jax.planner.hardware import GIB, HardwareProfile
 from slidedp_jax.planner.host_memory import available_host_memory
 from slidedp_jax.planner.machine_profile import named_profile
 from slidedp_jax.planner.nearest_fits import MemoryFlags, larger_memories, more_devices
-from slidedp_jax.planner.optimizers import OptimizerName
+from slidedp_jax.planner.optimizers import WHOLE_PARAMETER_OPTIMIZERS, OptimizerName
 from slidedp_jax.planner.report import Completion, limit_as_dict, plan_as_dict, plan_as_text
 from slidedp_jax.planner.search import Plan
 from slidedp_jax.planner.stated_choices import cost_of_choices
@@ -46,12 +47,16 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m plann
     try:
         found = request.plan()
     except PlanError as error:
+        if error.request is None:  # no machine would do
+            say_error(error)
+            return WRONG_COMMAND
         return _does_not_fit(request, error)
     slower = cost_of_choices(found, request.stated_choices, lambda: request.plan(free=True))
     more = [*request.notes, *request.job.notes()]
     if args.json:
         result = plan_as_dict(found, completion, disk=disk, more_notes=[*slower, *more])
-        print(json.dumps({"fits": True, "assumed": request.assumed, **result}, indent=2))
+        whole = {"fits": True, "assumed": request.assumed, **result}
+        print(json.dumps(whole, indent=2, allow_nan=False))
         return FITS
     text = plan_as_text(found, completion, disk=disk, assumed=request.assumed, more_notes=slower)
     print(wrapped(text, columns_of(sys.stdout)))
@@ -103,13 +108,23 @@ class _Request:
         names = (*ROUTES, *COUNTS, *_PERMISSIONS)
         return {f"--{name}": getattr(self.args, name) for name in names}
 
-    def plan(self, *, optimizer: OptimizerName | None = None, free: bool = False) -> Plan:
-        """The plan, or that with another optimizer, or `free` of what was decided.
+    def plan(self, *, free: bool = False) -> Plan:
+        """The plan, or that `free` of what was decided.
 
         Raises:
           PlanError: nothing fits.
         """
-        return self.job.plan(self.hardware, optimizer=optimizer, free=free)
+        return self.job.plan(self.hardware, free=free)
+
+    def with_optimizer(self, name: OptimizerName) -> Plan:
+        """The plan with another optimizer.
+
+        Raises:
+          PlanError: nothing fits, or it does not go with what is stated.
+        """
+        if self.args.resident_state and name in WHOLE_PARAMETER_OPTIMIZERS:
+            raise PlanError(f"--resident_state is not for --optim {name}")
+        return self.job.plan(self.hardware, optimizer=name)
 
 
 def _request(args: argparse.Namespace) -> _Request:
@@ -134,7 +149,7 @@ def _ways_out(request: _Request, error: PlanError) -> list[str]:
     if request.job.optimizer is not None and "host memory" in {
         limit.name for limit in error.limits
     }:
-        ways += leaner_optimizers(request.job.optimizer, lambda name: request.plan(optimizer=name))
+        ways += leaner_optimizers(request.job.optimizer, request.with_optimizer)
     num_rows = args.tokens_per_step // args.seq_length
     steps = [
         (rows, f"--tokens_per_step {rows * args.seq_length}")
@@ -203,7 +218,7 @@ def _does_not_fit(request: _Request, error: PlanError) -> int:
             "limits": [limit_as_dict(limit) for limit in error.limits],
             "ways_out": ways,
         }
-        print(json.dumps(found, indent=2))
+        print(json.dumps(found, indent=2, allow_nan=False))
     else:
         also = ["Also tried:", *(f"- {way}." for way in ways)] if ways else []
         text = "\n".join([str(error), *also, line])
@@ -218,9 +233,10 @@ def _completion(args: argparse.Namespace) -> Completion | None:
         return None
     if args.total_tokens < 1:
         raise ValueError(f"--total_tokens is {args.total_tokens}; it must be at least 1.")
-    return Completion(
-        total_tokens=args.total_tokens, price_per_device_hour=args.price_per_device_hour
-    )
+    price = args.price_per_device_hour
+    if price is not None and not 0 <= price < math.inf:
+        raise ValueError(f"--price_per_device_hour is {price}; give a number, 0 or more.")
+    return Completion(total_tokens=args.total_tokens, price_per_device_hour=price)
 
 
 def _stated(args: argparse.Namespace) -> Stated:

@@ -15,7 +15,7 @@ from slidedp_jax.planner.strategy import GRADIENT_ROUTES, WEIGHT_ROUTES
 COUNTS = {
     "layers_per_chunk": "layers that travel and are updated together",
     "rows_per_microbatch": "rows that one GPU computes at once",
-    "prefetch_depth": "chunks whose upload runs ahead, 1 or 2",
+    "prefetch_depth": "chunks whose upload runs ahead; tried are 1 and 2",
     "loss_chunk_tokens": "tokens whose logits exist at once",
     "num_host_devices": "CPU devices over which the state is sharded, a multiple of the GPUs",
     "block_size": "elements that the host update handles at once",

@@ -148,7 +148,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "slidedp compare
             row_as_dict(row, better.get(id(row), ()), [*notes.get(row.hardware, ()), *of_job])
             for row in rows
         ]
-        print(json.dumps(found, indent=2))
+        print(json.dumps(found, indent=2, allow_nan=False))
     else:
         print("\n".join(_heading(request)))
         print("\n".join(table(rows)))

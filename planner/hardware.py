@@ -54,7 +54,7 @@ class LinkRate:
 
     def __post_init__(self) -> None:
         """Checks that more bytes never take less time."""
-        if not self.points or any(size <= 0 or rate <= 0 for size, rate in self.points):
+        if not self.points or not all(0 < x < math.inf for point in self.points for x in point):
             raise ValueError(
                 f"a link rate needs (bytes, bytes per second) pairs above 0, got {self.points}."
             )
@@ -167,12 +167,12 @@ class HardwareProfile:
     network_bytes_per_s: float = ASSUMED_NETWORK_BYTES_PER_S
 
     def __post_init__(self) -> None:
-        """Rejects numbers that would divide by zero later."""
-        for name in _POSITIVE_FIELDS:
-            if not getattr(self, name) > 0:
+        """Rejects what no machine has, such as numbers that would divide by zero later."""
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            if (must := _must_be(name, value)) is not None:
                 raise ValueError(
-                    f"hardware profile {self.name!r}: {name} is {getattr(self, name)}; it must be "
-                    "positive."
+                    f"hardware profile {self.name!r}: {name} is {value!r}; it must be {must}."
                 )
 
     @property
@@ -218,25 +218,42 @@ class HardwareProfile:
             host_memory_bytes=self.host_memory_bytes * share,
             host_memory_bytes_per_s=min(self.host_memory_bytes_per_s * share, most),
             host_update_params_per_s=self.host_update_params_per_s * share**HOST_UPDATE_GROWTH,
+            # Of the memory before.
+            stated_pinned_limit_bytes=self.stated_pinned_limit_bytes if share == 1 else None,
         )
 
 
-_POSITIVE_FIELDS = (
-    "num_devices",
-    "num_hosts",
-    "network_bytes_per_s",
-    "device_memory_bytes",
-    "peak_flops_per_s",
-    "bf16_matmul_flops_per_s",
-    "fp32_matmul_flops_per_s",
-    "attention_flops_per_s",
-    "device_memory_bytes_per_s",
-    "duplex_bytes_per_s",
-    "gather_bytes_per_s",
-    "num_host_cores",
-    "host_memory_bytes",
-    "host_memory_bytes_per_s",
-    "host_update_params_per_s",
-    "grouped_matmul_share",
-    "pinned_pool_limit_bytes",
+_COUNTS = ("num_devices", "num_hosts", "num_host_cores")
+_WORDS = ("name", "provenance")
+_YES_OR_NO = ("peer_access", "unified_memory")
+_LINKS = ("h2d", "d2h")
+_OR_NONE = ("stated_pinned_limit_bytes", "most_host_memory_bytes_per_s")
+_OR_ZERO = (
+    "device_reserve_bytes",
+    "host_reserve_bytes",
+    "copy_gap_s",
+    "visit_dispatch_s",
+    "upload_call_s",
+    "upload_call_per_device_s",
+    "step_end_s",
 )
+
+
+def _must_be(name: str, value: object) -> str | None:
+    """What a field of a profile has to be; None: it is. The rest are positive numbers."""
+    for names, kind, what in (
+        (_WORDS, str, "text"),
+        (_YES_OR_NO, bool, "true or false"),
+        (_LINKS, LinkRate, "a link rate"),
+    ):
+        if name in names:
+            return None if isinstance(value, kind) else what
+    if value is None and name in _OR_NONE:
+        return None
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    number = number and math.isfinite(value)
+    if name in _COUNTS:
+        return None if number and isinstance(value, int) and value >= 1 else "a positive integer"
+    if name in _OR_ZERO:
+        return None if number and value >= 0 else "a number, 0 or more"
+    return None if number and value > 0 else "a positive number"

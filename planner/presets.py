@@ -67,7 +67,7 @@ _H200 = HardwareProfile(
 _DERIVED = "derived from data sheets with the efficiencies measured on H200; not measured"
 _LINKS: Mapping[int, tuple[LinkRate, LinkRate, float]] = {
     5: (_H200_LINK, _H200_LINK, _H200.duplex_bytes_per_s),
-    4: (_link(25e9), _link(25e9), 40e9),
+    4: (_link(25e9), _link(25e9), 35e9),  # `cards.PCIE4_SOURCE`
     0: (_link(375e9), _link(297e9), 600e9),
 }
 """Generation of PCIe, 0 for NVLink-C2C -> links up and down, and both together."""
@@ -173,8 +173,6 @@ _NEAREST = {
     "H100": "h100",
     "A100-PCIE-40GB": "a100-40g",
     "A100": "a100-80g",
-    "A10G": "a10",
-    "L40": "l40s",
     "A40": "a6000",
     "5090": "rtx5090",
     "4090": "rtx4090",

@@ -16,6 +16,7 @@ from slidedp_jax.planner.hardware import (
 )
 from slidedp_jax.planner.presets import PRESETS, preset_of_kind
 from slidedp_jax.planner.process_limits import usable_device_bytes
+from slidedp_jax.wording import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +86,11 @@ def with_stated(profile: HardwareProfile, stated: Stated) -> HardwareProfile:
             * (share if share < 1 else share**HOST_UPDATE_GROWTH),
         )
     if stated.host_memory_gib is not None:
-        profile = replace(profile, host_memory_bytes=stated.host_memory_gib * GIB)
+        profile = replace(
+            profile,
+            host_memory_bytes=stated.host_memory_gib * GIB,
+            stated_pinned_limit_bytes=None,  # of the memory before
+        )
     if stated.device_memory_gib is not None:
         usable = usable_device_bytes(stated.device_memory_gib * GIB, profile.device_reserve_bytes)
         profile = replace(profile, device_memory_bytes=usable)
@@ -101,7 +106,7 @@ def host_line(hardware: HardwareProfile, assumed: Collection[str] = ()) -> str:
       hardware: the machine.
       assumed: attributes of `Stated` that nobody has stated.
     """
-    parts = [f"{hardware.num_host_cores} cores", size_text(hardware.host_memory_bytes)]
+    parts = [counted(hardware.num_host_cores, "core"), size_text(hardware.host_memory_bytes)]
     if not hardware.unified_memory:
         rate = hardware.h2d.points[-1][1] / 1e9
         parts.append(f"{rate:.0f} GB/s to each GPU and back")

@@ -45,6 +45,8 @@ def to_profile(
             values |= dict(zip(names, found(values), strict=True))
         except _Missing as error:
             assumed |= dict.fromkeys(names, f"{base.provenance}: {error}")
+    # The limit of the pool is this process's, and no rate.
+    values["stated_pinned_limit_bytes"] = None
     return dataclasses.replace(base, provenance=provenance, **values), assumed
 
 

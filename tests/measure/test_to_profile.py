@@ -1,5 +1,7 @@
 """From measurements to a profile, by hand; what was not measured is said."""
 
+import dataclasses
+
 import pytest
 
 from slidedp_jax.measure.dispatch import DEPTHS
@@ -24,6 +26,7 @@ def link(name: str, size: int, seconds: float, devices=(0, 1), copies=1) -> Meas
 
 def profile_of(watch: Stopwatch, num_devices: int = 2):
     base = named_hardware("h100", num_devices=num_devices)
+    base = dataclasses.replace(base, stated_pinned_limit_bytes=9e9)  # of the process that measures
     found, assumed = to_profile(watch, base, num_host_devices=30, provenance="measured")
     return found, assumed, base
 
@@ -32,6 +35,7 @@ def test_nothing_measured_is_the_preset_and_says_so():
     found, assumed, base = profile_of(watch_of())
     assert found.h2d == base.h2d
     assert found.provenance == "measured"
+    assert found.stated_pinned_limit_bytes is None
     assert {"h2d", "d2h", "bf16_matmul_flops_per_s", "host_update_params_per_s"} <= set(assumed)
     assert "h2d was not measured" in assumed["h2d"]
 

@@ -144,6 +144,12 @@ def test_fewer_rows_that_fit_the_host_are_named(capsys):
     assert f", {plan['chosen']['time']['tokens_per_s']:,.0f} tokens/s.\n" in error
 
 
+def test_what_is_stated_rules_out_some_ways(capsys):
+    assert main([*ON_A_SMALL_HOST, "--resident_state"]) == 1
+    error = capsys.readouterr().err
+    assert "--optim lion fits" in error and "- --optim adafactor" not in error
+
+
 def test_json_also_of_what_does_not_fit(capsys):
     assert main([*ON_A_SMALL_HOST, "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
@@ -211,6 +217,8 @@ def test_what_is_stated_is_not_assumed(capsys):
     assert slower > planned(capsys, *job)["chosen"]["time"]["step_s"]
     assert main([*job, "--host_cores", "8"]) == 0
     assert "host: 8 cores, " in capsys.readouterr().out
+    assert main([*job, "--host_cores", "1"]) == 0
+    assert "host: 1 core, " in capsys.readouterr().out
 
 
 def test_one_row_is_one(capsys):
@@ -240,6 +248,13 @@ def test_one_row_is_one(capsys):
         ([*JOB, "--freeze", "model.norm.*", "--resident_state"], "not for --freeze"),
         ([*JOB, "--total_tokens", "0"], "--total_tokens is 0"),
         ([*JOB, "--price_per_device_hour", "2"], "needs --total_tokens"),
+        ([*JOB, "--total_tokens", "9", "--price_per_device_hour", "nan"], "hour is nan; give a"),
+        ([*JOB, "--total_tokens", "9", "--price_per_device_hour", "-3"], "hour is -3.0; give a"),
+        ([*JOB, "--total_tokens", "9", "--price_per_device_hour", "inf"], "hour is inf; give a"),
+        ([*JOB, "--max_grad_norm", "nan"], "--max_grad_norm is nan; use 0 for none"),
+        ([*JOB, "--layers_per_chunk", "999"], "the model has 36 layers"),
+        ([*JOB, "--host_memory_budget_gib", "999"], "h200 has 128.00 GiB, use more than 0 and at"),
+        ([*JOB, "--num_devices", "2", "--num_host_devices", "3"], "must be a multiple of the 2"),
         (["--model_name_or_path", "no/where", *JOB[2:]], "There is no folder no/where here."),
     ],
 )

@@ -98,7 +98,9 @@ def test_devices_as_jax_names_them(kind, preset):
         ("NVIDIA A100 80GB PCIe", "a100-80g", "the nearest there is"),
         ("NVIDIA H100 NVL", "h100-pcie", "the nearest there is"),
         ("NVIDIA GeForce RTX 4090 D", "rtx4090", "the nearest there is"),
-        ("NVIDIA A10G", "a10", "the nearest there is"),
+        # Another chip than the A10, and half of an L40S.
+        ("NVIDIA A10G", "h100", "though none is near, so they may be far off"),
+        ("NVIDIA L40", "h100", "though none is near, so they may be far off"),
         ("Tesla V100-SXM2-16GB", "h100", "though none is near, so they may be far off"),
     ],
 )

@@ -66,7 +66,21 @@ def test_what_is_written_is_read_again(tmp_path, name):
         ({"machine": {"cores": 3}}, "num_cores|cores"),
         ({"hardware": hardware_record(PRESETS["h200"]) | {"warp_speed": 9}}, "warp_speed"),
         ({"hardware": hardware_record(PRESETS["h200"]) | {"copy_gap_s": float("nan")}}, "nan"),
-        ({"hardware": hardware_record(PRESETS["h200"]) | {"num_devices": 0}}, "num_devices is 0"),
+        *(
+            ({"hardware": hardware_record(PRESETS["h200"]) | {name: value}}, f"{name} is {value!r}")
+            for name, value in (
+                ("num_devices", 0),
+                ("num_devices", 1.5),
+                ("num_host_cores", True),
+                ("peer_access", 1),
+                ("step_end_s", -1),
+                ("host_reserve_bytes", -1.0),
+                ("duplex_bytes_per_s", "fast"),
+                ("gather_bytes_per_s", None),
+                ("host_memory_bytes", 0),
+                ("stated_pinned_limit_bytes", 0),
+            )
+        ),
     ],
 )
 def test_what_is_no_profile_is_refused_by_name(tmp_path, changes, why):

@@ -7,7 +7,7 @@ import pytest
 from slidedp_jax.planner.hardware import GIB
 from slidedp_jax.planner.presets import PRESETS, named_hardware
 from slidedp_jax.planner.process_limits import usable_device_bytes
-from slidedp_jax.planner.stated_machine import Stated, host_line, machine
+from slidedp_jax.planner.stated_machine import Stated, host_line, machine, with_stated
 
 NOTHING = Stated()
 
@@ -45,6 +45,15 @@ def test_memory_of_host_and_devices():
     reserve = PRESETS["rtx4090"].device_reserve_bytes
     assert found.host_memory_bytes == 64 * GIB
     assert found.device_memory_bytes == usable_device_bytes(48 * GIB, reserve)
+    assert found.pinned_pool_limit_bytes == 38 * GIB
+
+
+def test_a_limit_of_the_pool_goes_with_the_memory_it_was_of():
+    limited = replace(PRESETS["h200"], stated_pinned_limit_bytes=9 * GIB)
+    assert limited.with_devices(1) == limited
+    assert limited.with_devices(2).stated_pinned_limit_bytes is None
+    assert with_stated(limited, Stated(host_cores=4)).pinned_pool_limit_bytes == 9 * GIB
+    found = with_stated(limited, Stated(host_memory_gib=64))
     assert found.pinned_pool_limit_bytes == 38 * GIB
 
 
