@@ -28,7 +28,7 @@ from slidedp_jax.planner.search import Plan
 from slidedp_jax.planner.stated_choices import cost_of_choices
 from slidedp_jax.planner.stated_machine import Stated, host_line, machine, with_stated
 from slidedp_jax.planner.ways_out import fewer_rows, halves, leaner_optimizers, shorter_rows
-from slidedp_jax.wording import columns_of, counted, say_error, wrapped
+from slidedp_jax.wording import columns_of, say_error, wrapped
 
 FITS, DOES_NOT_FIT = 0, 1
 
@@ -190,20 +190,13 @@ def _machine(
         count = 1 if args.num_devices is None else args.num_devices
         return partial(machine, args.hardware, stated=stated, num_hosts=args.num_hosts), count, []
     profile = named_profile(args.hardware_profile)
-    measured = profile.hardware.num_devices
-    count = measured if args.num_devices is None else args.num_devices
-    notes = profile.notes()
-    if count != measured:
-        notes.append(
-            f"{profile.source} was measured with {counted(measured, 'device')}; the host's share "
-            f"of {count} is taken in proportion, and what passes between them is a guess"
-        )
+    count = profile.hardware.num_devices if args.num_devices is None else args.num_devices
 
     def grown(number: int) -> HardwareProfile:
         hosts = replace(profile.hardware.with_devices(number), num_hosts=args.num_hosts)
         return with_stated(hosts, stated)
 
-    return grown, count, notes
+    return grown, count, profile.notes(count)
 
 
 def _does_not_fit(request: _Request, error: PlanError) -> int:

@@ -25,7 +25,7 @@ from slidedp_jax.planner.limits import Limit
 from slidedp_jax.planner.machine_profile import named_profile
 from slidedp_jax.planner.presets import PRESETS
 from slidedp_jax.planner.search import Plan
-from slidedp_jax.planner.stated_machine import Stated, machine
+from slidedp_jax.planner.stated_machine import Stated, machine, with_stated
 from slidedp_jax.planner.step_time import StepTime
 from slidedp_jax.planner.upgrades import Upgrade, upgrades
 from slidedp_jax.planner.words import LANE_WORDS
@@ -184,15 +184,14 @@ def _parser(prog: str) -> CommandParser:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="machines that `slidedp measure` has measured, as they are",
+        help="machines that `slidedp measure` has measured; auto: the only one measured here",
     )
     group.add_argument(
         "--num_devices",
         nargs="+",
         type=int,
-        default=list(DEFAULT_COUNTS),
         metavar="N",
-        help="numbers of GPUs (1 2 4 8)",
+        help="numbers of GPUs (1 2 4 8; of a measured machine, as many as were measured)",
     )
     group.add_argument(
         "--host_memory_gib",
@@ -244,12 +243,14 @@ def _machines(
     if names is None:
         names = [] if args.hardware_profile else [name for name in PRESETS if name != "cpu"]
     stated = Stated(host_memory_gib=args.host_memory_gib)
-    found = [machine(name, count, stated) for name in names for count in args.num_devices]
+    counts = args.num_devices or DEFAULT_COUNTS
+    found = [machine(name, count, stated) for name in names for count in counts]
     notes = {}
     for path in args.hardware_profile:
         profile = named_profile(path)
-        found.append(profile.hardware)
-        notes[profile.hardware] = profile.notes()
+        for count in args.num_devices or [profile.hardware.num_devices]:
+            found.append(with_stated(profile.hardware.with_devices(count), stated))
+            notes[found[-1]] = profile.notes(count)
     unknown = sorted(prices.keys() - {hardware.name for hardware in found})
     if unknown:
         raise ValueError(

@@ -75,13 +75,18 @@ class MachineProfile:
     assumed: Mapping[str, str]
     source: str
 
-    def notes(self) -> list[str]:
-        """What was measured, when, the file, and what was not."""
-        machine = self.machine
+    def notes(self, num_devices: int) -> list[str]:
+        """What was measured, when, the file, and what was not; `num_devices` are planned for."""
+        machine, measured = self.machine, self.hardware.num_devices
         found = [
             f"rates as measured on {self.date[:10]} with {machine.num_devices} x "
             f"{machine.device_kind} and {counted(machine.num_cores, 'core')} ({self.source})"
         ]
+        if num_devices != measured:
+            found.append(
+                f"{self.source} was measured with {counted(measured, 'device')}; the host's share "
+                f"of {num_devices} is taken in proportion, and what passes between them is a guess"
+            )
         if self.assumed:
             found.append(f"not measured, but assumed: {', '.join(sorted(self.assumed))}")
         return found

@@ -178,7 +178,15 @@ def test_the_plan_command_takes_a_profile(tmp_path, capsys):
     said = f"rates as measured on 2026-12-01 with 2 x NVIDIA H200 and 32 cores ({path})"
     assert said in found["notes"]
     assert compare([*job, "--hardware_profile", path]) == 0
-    assert said in json.loads(capsys.readouterr().out)[0]["notes"]
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["num_devices"] == 2 and said in row["notes"]
+    more = ["--num_devices", "1", "4", "--host_memory_gib", "3"]
+    assert compare([*job, "--hardware_profile", path, *more]) == 1
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["num_devices"] for row in rows] == [1, 4]
+    for row in rows:
+        assert "has 3.00 GiB" in row["reason"]
+        assert any("was measured with 2 devices" in note for note in row["notes"])
     assert main([*job, "--hardware_profile", path, "--num_devices", "1"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert any("was measured with 2 devices" in note for note in found["notes"])
