@@ -25,11 +25,11 @@ from slidedp_jax.planner.limits import Limit
 from slidedp_jax.planner.machine_profile import named_profile
 from slidedp_jax.planner.presets import PRESETS
 from slidedp_jax.planner.search import Plan
-from slidedp_jax.planner.stated_machine import Stated, machine, with_stated
+from slidedp_jax.planner.stated_machine import Stated, machine, preset_name, with_stated
 from slidedp_jax.planner.step_time import StepTime
 from slidedp_jax.planner.upgrades import Upgrade, upgrades
 from slidedp_jax.planner.words import LANE_WORDS
-from slidedp_jax.wording import columns_of, say_error, short_count, wrapped
+from slidedp_jax.wording import columns_of, counted, say_error, short_count, wrapped
 
 FITS, FITS_NOWHERE = 0, 1
 
@@ -86,11 +86,11 @@ def compared(
     Args:
       request: the job.
       machines: each with its number of devices.
-      prices: per device and hour, by name of the machine.
+      prices: per device and hour, by name of the preset, or of the machine where it has none.
     """
     rows = []
     for hardware in machines:
-        price = (prices or {}).get(hardware.name)
+        price = (prices or {}).get(_usual(hardware.name))
         try:
             found = request.plan(hardware)
         except PlanError as error:
@@ -152,6 +152,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "slidedp compare
     else:
         print("\n".join(_heading(request)))
         print("\n".join(table(rows)))
+        print(wrapped(_hosts(rows), columns_of(sys.stdout), 6))
         for row in rows:
             for upgrade in better.get(id(row), ()):
                 print(f"{named(row.hardware)}: {upgrade.describe()}")
@@ -231,8 +232,19 @@ def _prices(words: Sequence[str]) -> dict[str, float]:
             price = math.nan
         if not 0 < price < math.inf:
             raise ValueError(f"--prices has {word!r}; give NAME=PRICE with a price above 0.")
+        name = _usual(name)
+        if name in prices:
+            raise ValueError(f"--prices names {name} twice; give one price.")
         prices[name] = price
     return prices
+
+
+def _usual(name: str) -> str:
+    """The preset's name of a device, or its own."""
+    try:
+        return preset_name(name)
+    except ValueError:
+        return name
 
 
 def _machines(
@@ -251,7 +263,7 @@ def _machines(
         for count in args.num_devices or [profile.hardware.num_devices]:
             found.append(with_stated(profile.hardware.with_devices(count), stated))
             notes[found[-1]] = profile.notes(count)
-    unknown = sorted(prices.keys() - {hardware.name for hardware in found})
+    unknown = sorted(prices.keys() - {_usual(hardware.name) for hardware in found})
     if unknown:
         raise ValueError(
             f"--prices names {', '.join(unknown)}, of which nothing is compared; compared are "
@@ -272,6 +284,22 @@ def _heading(request: AskedJob) -> list[str]:
     trained = f", {short_count(request.num_trained)} trained" if args.freeze else ""
     name = request.name or request.config.model_type
     return [f"{name} ({short_count(request.config.num_parameters)} parameters{trained}), {job}"]
+
+
+def _hosts(rows: Sequence[Row]) -> str:
+    """What hosts are taken to have for each GPU."""
+    counts: dict[tuple[str, str], list[int]] = {}
+    for row in rows:
+        hardware, count = row.hardware, row.hardware.num_devices
+        share = counted(hardware.num_host_cores // count, "core")
+        share += f", {size_text(hardware.host_memory_bytes / count)}"
+        name = named(hardware).partition(" x ")[2]
+        counts.setdefault((name, share), []).append(count)
+    parts = [
+        f"{', '.join(map(str, sorted(found)))} x {name}: {share}"
+        for (name, share), found in counts.items()
+    ]
+    return f"host for each GPU: {'; '.join(parts)}"
 
 
 def table(rows: Sequence[Row]) -> list[str]:
@@ -309,6 +337,8 @@ def row_as_dict(
         "fits": row.plan is not None,
         "price_per_device_hour": row.price_per_device_hour,
         "tokens_per_unit": row.tokens_per_unit,
+        "num_host_cores": row.hardware.num_host_cores,
+        "host_memory_bytes": row.hardware.host_memory_bytes,
         "notes": list(notes),
     }
     if row.plan is None:

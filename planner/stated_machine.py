@@ -69,7 +69,7 @@ def machine(name: str, num_devices: int, stated: Stated, *, num_hosts: int = 1) 
       ValueError: there is no such preset; the nearest ones are given.
     """
     return with_stated(
-        replace(PRESETS[_preset_name(name)].with_devices(num_devices), num_hosts=num_hosts), stated
+        replace(PRESETS[preset_name(name)].with_devices(num_devices), num_hosts=num_hosts), stated
     )
 
 
@@ -108,8 +108,9 @@ def host_line(hardware: HardwareProfile, assumed: Collection[str] = ()) -> str:
     """
     parts = [counted(hardware.num_host_cores, "core"), size_text(hardware.host_memory_bytes)]
     if not hardware.unified_memory:
-        rate = hardware.h2d.points[-1][1] / 1e9
-        parts.append(f"{rate:.0f} GB/s to each GPU and back")
+        up, down = (f"{link.points[-1][1] / 1e9:.0f}" for link in (hardware.h2d, hardware.d2h))
+        back = "back" if up == down else f"{down} GB/s back"
+        parts.append(f"{up} GB/s to each GPU and {back}")
     of_host: tuple[str, ...] = _OF_THE_HOST
     if hardware.num_hosts > 1:
         parts.append(f"{hardware.network_bytes_per_s / 1e9:.3g} GB/s from the other hosts")
@@ -122,21 +123,28 @@ def host_line(hardware: HardwareProfile, assumed: Collection[str] = ()) -> str:
 
 def _with_link(profile: HardwareProfile, bytes_per_s: float) -> HardwareProfile:
     through_host = profile.gather_bytes_per_s < profile.h2d.points[-1][1]
-    faster = bytes_per_s / profile.h2d.points[-1][1]
+    up, down = (link.points[-1][1] for link in (profile.h2d, profile.d2h))
+    both = 2 * bytes_per_s / (up + down)
 
     def scaled(link: LinkRate) -> LinkRate:
+        faster = bytes_per_s / link.points[-1][1]
         return LinkRate(points=tuple((size, rate * faster) for size, rate in link.points))
 
     return replace(
         profile,
         h2d=scaled(profile.h2d),
         d2h=scaled(profile.d2h),
-        duplex_bytes_per_s=profile.duplex_bytes_per_s * faster,
-        gather_bytes_per_s=profile.gather_bytes_per_s * (faster if through_host else 1),
+        duplex_bytes_per_s=profile.duplex_bytes_per_s * both,
+        gather_bytes_per_s=profile.gather_bytes_per_s * (both if through_host else 1),
     )
 
 
-def _preset_name(name: str) -> str:
+def preset_name(name: str) -> str:
+    """The name of a preset, also as its maker or JAX spells the device.
+
+    Raises:
+      ValueError: there is no such preset; the nearest ones are given.
+    """
     if (own := preset_of_kind(name)) is not None:
         return own.name
     found = {_letters(preset): preset for preset in PRESETS}
@@ -148,8 +156,8 @@ def _preset_name(name: str) -> str:
     hint = ""
     if near:
         hint = (
-            f" The nearest by name: {', '.join(near)}; with --device_memory_gib, --host_cores and "
-            "--link_gb_per_s one of them may do as a first guess."
+            f" The nearest by name: {', '.join(near)}; with the --device_memory_gib, --host_cores "
+            "and --link_gb_per_s of `slidedp plan` one of them may do as a first guess."
         )
     raise ValueError(
         f"No hardware preset is named {name!r}; known: {', '.join(sorted(PRESETS))}.{hint}"

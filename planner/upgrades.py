@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from slidedp_jax.planner.asked_job import AskedJob
 from slidedp_jax.planner.errors import PlanError
 from slidedp_jax.planner.hardware import HardwareProfile, LinkRate
-from slidedp_jax.planner.search import Plan
+from slidedp_jax.planner.search import NEARLY, Plan
 
 FACTOR = 2
 """Of everything that there is more of."""
@@ -30,8 +30,14 @@ class Upgrade:
 
     @property
     def gain(self) -> float | None:
-        """Share of tokens per second that it adds; None where there are none without."""
-        return self.tokens_per_s / self.before - 1 if self.before else None
+        """Share of tokens per second that it adds; None where there are none without.
+
+        The search takes what is nearly the fastest: a loss within that is none.
+        """
+        if not self.before:
+            return None
+        gain = self.tokens_per_s / self.before - 1
+        return 0.0 if 1 / NEARLY - 1 <= gain < 0 else gain
 
     def describe(self) -> str:
         """One line."""

@@ -48,6 +48,18 @@ def test_memory_of_host_and_devices():
     assert found.pinned_pool_limit_bytes == 38 * GIB
 
 
+def test_each_way_of_a_link_gets_the_rate_that_is_stated():
+    preset = PRESETS["gh200"]
+    assert "369 GB/s to each GPU and 293 GB/s back" in host_line(preset)
+    found = machine("gh200", 1, Stated(link_gb_per_s=100))
+    assert found.h2d.points[-1][1] == found.d2h.points[-1][1] == pytest.approx(100e9)
+    up, down = preset.h2d.points[-1][1], preset.d2h.points[-1][1]
+    assert found.duplex_bytes_per_s / 200e9 == pytest.approx(
+        preset.duplex_bytes_per_s / (up + down)
+    )
+    assert "100 GB/s to each GPU and back" in host_line(found)
+
+
 def test_a_limit_of_the_pool_goes_with_the_memory_it_was_of():
     limited = replace(PRESETS["h200"], stated_pinned_limit_bytes=9 * GIB)
     assert limited.with_devices(1) == limited
