@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from slidedp_jax.planner.process_limits import pinned_pool_limit_gib
 
@@ -239,7 +239,7 @@ _OR_ZERO = (
 )
 
 
-def _must_be(name: str, value: object) -> str | None:
+def _must_be(name: str, value: Any) -> str | None:
     """What a field of a profile has to be; None: it is. The rest are positive numbers."""
     for names, kind, what in (
         (_WORDS, str, "text"),
