@@ -11,8 +11,8 @@ import shutil
 
 from slidedp_jax.whole_files import remove_whole, sync_folder
 
-FILES = ("run.json", "metrics.jsonl", "samples.jsonl")
-FOLDERS = ("checkpoints", "export", "export_ema")
+FILES = ("run.json", "metrics.jsonl", "samples.jsonl", "report.html")
+FOLDERS = ("checkpoints", "export", "export_ema", "profile", "tensorboard")
 
 
 class ReplacedRun:

@@ -344,6 +344,9 @@ def test_a_kill_before_the_first_checkpoint_leaves_the_old_run(inputs, finished,
 
 def test_a_new_run_takes_the_place_of_the_old_one(inputs, finished, tmp_path):
     out = shutil.copytree(finished, tmp_path / "run")
+    (out / "report.html").write_text("old")
+    for name in ("profile", "tensorboard"):
+        (out / name).mkdir()
     inputs.train(out, overwrite_output_dir=True, learning_rate=0.02, max_steps=3)
     assert checkpoints(out) == [3] and not (out / "export").exists()
     assert len(losses(out)) == 3 and losses(out)[1:] != losses(finished)[1:3]
