@@ -50,7 +50,7 @@ from slidedp_jax.run.same_inputs import base_model_name, fingerprints
 from slidedp_jax.run.samples import Samples
 from slidedp_jax.run.saving import Saves
 from slidedp_jax.run.step_lanes import lane_seconds
-from slidedp_jax.run.trackers import make_tools
+from slidedp_jax.run.trackers import Tool, Trackers, make_tools
 from slidedp_jax.state.starting_state import TO_BE_RESTORED
 from slidedp_jax.state.weight_rounding import Rounding
 from slidedp_jax.tracer import StepTracer
@@ -125,14 +125,17 @@ class Run:
             print(f"resuming from {resumed.checkpoint} at step {first_step}")
         self._run_record = self._record(trainer)
         self._folder.begin(self._run_record)
-        self._folder.drop_metrics_after(first_step)
+        # Without a checkpoint nothing of an earlier start holds, not even what is of step 0.
+        self._folder.drop_metrics_after(-1 if resumed is None else first_step)
         self._evaluate_what_was_missed(trainer, first_step)
         if first_step >= self._inputs.num_steps:
             asked = self._inputs.num_steps
             print(f"already complete: {first_step} steps are done, {asked} are asked for")
+            self._track_what_was_missed(first_step)
             return self._finish(trainer, complete=True)
         if (why := self._nothing_gained(first_step)) is not None:
             print(why, flush=True)
+            self._track_what_was_missed(first_step)
             return self._finish(trainer, complete=True)
         if first_step == 0:
             self._samples.take(trainer, "before training", functools.partial(print, flush=True))
@@ -201,9 +204,7 @@ class Run:
             num_steps=num_steps,
             logging_steps=args.logging_steps,
             bar=not args.disable_tqdm,
-            tools=make_tools(args, first_step=first_step, starts=self._run_record["starts"])
-            if self._folder.is_owner
-            else {},
+            tools=self._tools(first_step),
         )
         progress.track(self._to_track)
         gpus = current_setup().devices()[0][0].platform == "gpu"
@@ -214,6 +215,7 @@ class Run:
             progress.say,
             gpus=gpus,
         )
+        complete = False
         try:
             for step in range(first_step + 1, num_steps + 1):
                 profile.before(step)
@@ -231,6 +233,7 @@ class Run:
                     self._save(trainer, progress, last=last and not stopping, waits=ends or last)
                 if stopping:  # what is left, such as an evaluation, is done by the next start
                     self._stop.in_time()
+                    complete = last
                     return False
                 if self._evaluation_due(step, num_steps):
                     with progress.doing("evaluating"):
@@ -241,13 +244,14 @@ class Run:
                             self._save(trainer, progress, last=True, waits=True)
                         break
             self._finish_saves(progress)
+            complete = True
             return True
         except BaseException as error:
             self._saves.settle(progress, error)
             raise
         finally:
             profile.close()
-            progress.close()
+            progress.close(complete=complete)
 
     def _step(self, trainer: Trainer, step: int, progress: Progress) -> dict[str, Any]:
         start = time.perf_counter()
@@ -345,6 +349,20 @@ class Run:
             self._evaluate(trainer, step, write, functools.partial(print, flush=True))
         finally:
             metrics.close()
+
+    def _tools(self, first_step: int) -> dict[str, Tool]:
+        if not self._folder.is_owner:
+            return {}
+        return make_tools(self._args, first_step=first_step, starts=self._run_record["starts"])
+
+    def _track_what_was_missed(self, first_step: int) -> None:
+        """Hand on what was evaluated though no step is left."""
+        if not self._to_track:
+            return
+        trackers = Trackers(self._tools(first_step), functools.partial(print, flush=True))
+        for record in self._to_track:
+            trackers.write(record)
+        trackers.close(complete=True)
 
     def _held_out_rows(self) -> str:
         return rows_fingerprint(self._inputs.evaluation)

@@ -55,7 +55,6 @@ class Progress:
         self._widths: set[int] = set()
         self._compiles = False
         self._trackers = Trackers(tools or {}, self.say)
-        self._last_step = first_step
         self._process = psutil.Process()
         self._bar: StepBar | None = None
         if bar and sys.stdout.isatty():
@@ -92,7 +91,7 @@ class Progress:
         left = self._durations.left_s(
             now - self._last_end, compiles=self._compiles, steps=self._num_steps - step
         )
-        self._last_end, self._last_step = now, step
+        self._last_end = now
         found = self._spikes.look(record)
         record = record | {
             "host_rss_gib": round(self._process.memory_info().rss / 2**30, 3),
@@ -128,11 +127,15 @@ class Progress:
         else:
             print(text, flush=True)
 
-    def close(self) -> None:
-        """End the bar, the trackers and the file."""
+    def close(self, *, complete: bool) -> None:
+        """End the bar, the trackers and the file.
+
+        Args:
+          complete: whether the run has reached its end, be it an early one.
+        """
         if self._bar is not None:
             self._bar.stop()
-        self._trackers.close(complete=self._last_step >= self._num_steps)
+        self._trackers.close(complete=complete)
         self._file.close()
 
 

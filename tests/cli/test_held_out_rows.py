@@ -88,6 +88,12 @@ def test_a_kernel_that_only_some_of_a_run_can_have_is_refused_before_it(
 
 
 def test_the_loss_before_the_first_step(inputs, tmp_path):
+    """A run that begins anew with another loss does not take it from before."""
     settings = {"validation_file": inputs.rows, "eval_at_start": True, "max_steps": 1}
-    inputs.train(tmp_path / "out", **settings, save_at_end=False)
-    assert [record["step"] for record in evaluations(tmp_path / "out")] == [0, 1]
+    inputs.train(out := tmp_path / "out", **settings, save_at_end=False)
+    first = evaluations(out)
+    assert [record["step"] for record in first] == [0, 1]
+    inputs.train(out, **settings, save_at_end=False, label_smoothing_factor=0.5)
+    other = evaluations(out)
+    assert [record["step"] for record in other] == [0, 1]
+    assert other[0]["eval_loss"] != first[0]["eval_loss"]

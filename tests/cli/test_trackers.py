@@ -81,6 +81,29 @@ class Recorder:
         self.ended = complete
 
 
+def test_an_early_end_is_an_end_and_what_is_evaluated_after_it_is_shown(
+    inputs, tmp_path, monkeypatch
+):
+    tools = []
+
+    def made(*_, **__):
+        tools.append(Recorder())
+        return {"it": tools[-1]}
+
+    monkeypatch.setattr("slidedp_jax.run.loop.make_tools", made)
+    settings = {"learning_rate": 0, "eval_steps": 1, "early_stopping_patience": 1}
+    inputs.train(out := tmp_path / "run", validation_file=inputs.rows, max_steps=9, **settings)
+    (tool,) = tools
+    assert tool.ended is True and [step for step, _ in tool.taken] == [1, 1, 2, 2]
+    named = f"more={inputs.rows}"
+    inputs.train(out, validation_file=named, max_steps=2, **settings)
+    assert tools[1].ended is True and len(tools[1].taken) == 1
+    step, shown = tools[1].taken[0]
+    assert step == 2 and "eval/more_loss" in shown
+    inputs.train(out, validation_file=named, max_steps=2, **settings)
+    assert len(tools) == 2
+
+
 def fail():
     raise OSError(28, "No space left on device")
 
