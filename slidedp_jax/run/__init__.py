@@ -19,6 +19,7 @@
 | `loop.py` | one run with everything checked |
 | `held_out.py`, `samples.py` | rows that are evaluated, what their losses decide; samples |
 | `saving.py` | when it saves, what becomes of that, and which checkpoints stay |
+| `evaluations.py` | what was evaluated: what may be compared, and the best of it |
 | `learning_rate.py`, `optimizers.py` | its schedule; the optimizers by name |
 | `overview.py` | what is printed before it begins |
 | `progress.py`, `metrics_file.py` | what is printed on the way, and `metrics.jsonl` |

@@ -26,6 +26,7 @@ from slidedp_jax.run.arguments import TrainArguments
 from slidedp_jax.run.changes import starts
 from slidedp_jax.run.checks import RunInputs
 from slidedp_jax.run.disk import RunDisk
+from slidedp_jax.run.evaluations import Measure, evaluated, has_evaluation, loss_terms
 from slidedp_jax.run.expert_products import expert_products
 from slidedp_jax.run.export import export_run, export_text
 from slidedp_jax.run.folder import RunFolder
@@ -35,11 +36,11 @@ from slidedp_jax.run.held_out import (
     evaluations_without_gain,
     losses_line,
     losses_record,
-    rows_fingerprint,
+    row_fingerprints,
 )
 from slidedp_jax.run.learning_rate import learning_rate
 from slidedp_jax.run.many_hosts import all_say, together_of
-from slidedp_jax.run.metrics_file import EVALUATED_ROWS, MetricsFile, evaluated, has_evaluation
+from slidedp_jax.run.metrics_file import MetricsFile
 from slidedp_jax.run.optimizers import make_optimizer
 from slidedp_jax.run.overview import step_seconds
 from slidedp_jax.run.profile import Profile
@@ -92,12 +93,16 @@ class Run:
         self._stopped_elsewhere = False
         self._stops: bool | None = None  # what several hosts have agreed on
         self._together = together_of(current_setup().hosts)
+        self._measure = Measure(
+            rows=row_fingerprints(inputs.evaluation),
+            terms=loss_terms(args, inputs.pretrained.config),
+        )
         self._saves = Saves(
             args,
             plan,
             folder.checkpoints,
             metrics=folder.metrics,
-            held_out_rows=self._held_out_rows() if inputs.evaluation else None,
+            measure=self._measure,
             saved=folder.succeeded,
             is_owner=folder.is_owner,
         )
@@ -127,6 +132,9 @@ class Run:
         self._folder.begin(self._run_record)
         # Without a checkpoint nothing of an earlier start holds, not even what is of step 0.
         self._folder.drop_metrics_after(-1 if resumed is None else first_step)
+        if resumed is not None and self._folder.is_owner:
+            for note in self._saves.resumed((self._folder.previous or {}).get("arguments", {})):
+                print(f"note: {note}", flush=True)
         self._evaluate_what_was_missed(trainer, first_step)
         if first_step >= self._inputs.num_steps:
             asked = self._inputs.num_steps
@@ -322,7 +330,7 @@ class Run:
         args = self._args
         if args.early_stopping_patience is None or not self._inputs.evaluation or not step:
             return None
-        found = evaluated(self._folder.metrics, self._held_out_rows(), args.best_metric)
+        found = evaluated(self._folder.metrics, self._measure, args.best_metric)
         values = ((at, value) for at, value in found.items() if at <= step)
         without, best = evaluations_without_gain(values, args.early_stopping_threshold)
         if without < args.early_stopping_patience:
@@ -336,7 +344,7 @@ class Run:
         """Before the first step; after a signal, a kill, or with rows not measured so far."""
         if not self._evaluation_due(step, self._inputs.num_steps):
             return
-        there = has_evaluation(self._folder.metrics, step, self._held_out_rows())
+        there = has_evaluation(self._folder.metrics, step, self._measure)
         if all_say(self._together, there):
             return
         metrics = MetricsFile(self._folder.metrics)
@@ -364,9 +372,6 @@ class Run:
             trackers.write(record)
         trackers.close(complete=True)
 
-    def _held_out_rows(self) -> str:
-        return rows_fingerprint(self._inputs.evaluation)
-
     def _evaluate(
         self,
         trainer: Trainer,
@@ -384,7 +389,7 @@ class Run:
             "step": step,
             **losses_record(losses),
             "eval_runtime": time.perf_counter() - start,
-            EVALUATED_ROWS: self._held_out_rows(),
+            **self._measure.record(),
         }
         write(record)
         say(losses_line(step, losses))
@@ -476,6 +481,8 @@ class Run:
                 f"  best:        {best} by {self._args.best_metric}; as a model: slidedp export "
                 f"{best} NEW"
             )
+        for path in self._saves.best_before:
+            print(f"  kept:        {path}, the best before held-out rows or loss were changed")
         print(f"  metrics:     {self._folder.metrics}")
         if self._exports:
             how = export_text(trainer.weight_rounding, self._args)

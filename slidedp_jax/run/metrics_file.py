@@ -6,7 +6,7 @@ import datetime
 import json
 import math
 import pathlib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from slidedp_jax.disk_room import writing
@@ -14,8 +14,6 @@ from slidedp_jax.whole_files import write_whole
 
 NONFINITE = "nonfinite"
 """Entry of a record that says what the numbers were that JSON cannot hold and that are null."""
-EVALUATED_ROWS = "eval_data"
-"""Entry of an evaluation: the fingerprint of its rows."""
 
 
 class MetricsFile:
@@ -79,67 +77,22 @@ def drop_after(path: pathlib.Path, step: int) -> None:
         write_whole(path, "".join(kept))
 
 
-def has_evaluation(path: pathlib.Path, step: int, rows: str) -> bool:
-    """Whether the file holds the loss of these rows after a step.
-
-    Args:
-      path: the file; it need not exist.
-      step: steps done.
-      rows: their fingerprint; earlier versions did not write it down.
-    """
+def records_of_steps(path: pathlib.Path) -> list[dict[str, Any]]:
+    """All whole records; none without the file."""
     if not path.exists():
-        return False
+        return []
     lines = path.read_bytes().decode(errors="replace").splitlines()
-    records = [json.loads(line) for line in lines if _step_of(line) == step]
-    return any(
-        "eval_loss" in record and record.get(EVALUATED_ROWS, rows) == rows for record in records
-    )
-
-
-def best_evaluated(
-    path: pathlib.Path, steps: Collection[int], rows: str, metric: str = "eval_loss"
-) -> int | None:
-    """Of these steps, that with the lowest figure; None where none was evaluated.
-
-    Args:
-      path: the file; it need not exist.
-      steps: to choose from.
-      rows: fingerprint of the rows.
-      metric: key of the figure.
-    """
-    found = evaluated(path, rows, metric)
-    values = [(value, step) for step, value in found.items() if step in steps and value is not None]
-    return min(values)[1] if values else None
-
-
-def evaluated(path: pathlib.Path, rows: str, metric: str = "eval_loss") -> dict[int, float | None]:
-    """Step -> a figure of its evaluation of these rows; None where that is not finite.
-
-    Args:
-      path: the file; it need not exist.
-      rows: fingerprint of the rows.
-      metric: key of the figure.
-    """
-    if not path.exists():
-        return {}
-    lines = path.read_bytes().decode(errors="replace").splitlines()
-    records = [json.loads(line) for line in lines if _step_of(line) is not None]
-    return {
-        record["step"]: record[metric]
-        for record in records
-        if metric in record and record.get(EVALUATED_ROWS, rows) == rows
-    }
+    return [json.loads(line) for line in lines if _step_of(line) is not None]
 
 
 def losses_of_steps(path: pathlib.Path) -> dict[int, dict[str, float]]:
     """Step -> its `loss`, and its `eval_loss` where it was evaluated; nothing without the file."""
     found: dict[int, dict[str, float]] = {}
-    if path.exists():
-        for line in path.read_bytes().decode(errors="replace").splitlines():
-            if (step := _step_of(line)) is not None:
-                record = json.loads(line)
-                own = {name: record[name] for name in ("loss", "eval_loss") if name in record}
-                found.setdefault(step, {}).update(own)
+    for record in records_of_steps(path):
+        own: dict[str, float] = {
+            name: record[name] for name in ("loss", "eval_loss") if name in record
+        }
+        found.setdefault(int(record["step"]), {}).update(own)
     return found
 
 

@@ -13,7 +13,7 @@ from slidedp_jax.planner.disk import DISK_BYTES_PER_S, stall_s
 from slidedp_jax.planner.hardware import GIB, size_text
 from slidedp_jax.planner.search import Plan
 from slidedp_jax.run.arguments import TrainArguments
-from slidedp_jax.run.metrics_file import best_evaluated
+from slidedp_jax.run.evaluations import Measure, begins_anew, best_before, best_evaluated
 from slidedp_jax.run.progress import Progress
 from slidedp_jax.run.time_text import duration
 from slidedp_jax.trainer import Trainer
@@ -30,7 +30,7 @@ class Saves:
       plan: of its memory and steps.
       folder: of its checkpoints.
       metrics: its metrics.jsonl.
-      held_out_rows: fingerprint of the rows that are evaluated; None: none are.
+      measure: what its evaluations are of.
       saved: called after each checkpoint that has been written.
       is_owner: whether checkpoints that need not stay are this process's to delete.
 
@@ -46,7 +46,7 @@ class Saves:
         folder: pathlib.Path,
         *,
         metrics: pathlib.Path,
-        held_out_rows: str | None,
+        measure: Measure,
         saved: Callable[[], None],
         is_owner: bool = True,
     ):
@@ -56,7 +56,7 @@ class Saves:
         self._plan = plan
         self._folder = folder
         self._metrics = metrics
-        self._rows = held_out_rows
+        self._measure = measure
         self._saved = saved
         self._is_owner = is_owner
         self._retention = Retention(last=args.save_total_limit, every=args.save_keep_every)
@@ -165,14 +165,42 @@ class Saves:
     @property
     def best(self) -> pathlib.Path | None:
         """The best checkpoint there is, of those whose weights were evaluated."""
-        if not self._args.save_best or self._rows is None:
+        if not self._args.save_best:
             return None
         paths = {step_of(path): path for path in list_steps(self._folder)}
-        best = best_evaluated(self._metrics, list(paths), self._rows, self._args.best_metric)
+        best = best_evaluated(self._metrics, list(paths), self._measure, self._args.best_metric)
         return None if best is None else paths[best]
 
+    @property
+    def best_before(self) -> list[pathlib.Path]:
+        """The best by rows or a loss that were others, where nothing is known to be better."""
+        if not self._args.save_best:
+            return []
+        paths = {step_of(path): path for path in list_steps(self._folder)}
+        found = best_before(self._metrics, list(paths), self._measure, self._args.best_metric)
+        return [paths[step] for step in found]
+
+    def resumed(self, before: Mapping[str, Any]) -> list[str]:
+        """What a run that goes on compares and keeps otherwise than it did.
+
+        Args:
+          before: its settings so far.
+        """
+        metric, notes = self._args.best_metric, []
+        compares = self._args.save_best or self._args.early_stopping_patience is not None
+        if compares and begins_anew(self._metrics, self._measure, metric):
+            kept = "".join(f"; {path}, the best so far, stays" for path in self.best_before)
+            notes.append(
+                "the evaluations so far were of other held-out rows or with another loss: "
+                f"{metric} is compared anew from here{kept}"
+            )
+        if before.get("save_best") and not self._args.save_best:
+            notes.append("save_best is off: the best checkpoint so far is no longer kept")
+        return notes
+
     def _stays(self) -> Collection[int]:
-        return () if (best := self.best) is None else (step_of(best),)
+        best = [] if self.best is None else [self.best]
+        return [step_of(path) for path in (*best, *self.best_before)]
 
     def _buffer_bytes(self, state_bytes: int) -> int:
         """What was stated, or what the plan leaves and is free; what a save takes is planned."""

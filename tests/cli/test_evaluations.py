@@ -1,5 +1,6 @@
 """Evaluation as people use it: named sets, by epochs, stopping early, samples beside it."""
 
+import hashlib
 import json
 import math
 
@@ -11,6 +12,7 @@ from slidedp_jax.checkpoint.retention import list_steps, step_of
 from slidedp_jax.data import BatchSource
 from slidedp_jax.errors import UserError
 from slidedp_jax.run.arguments import parse_arguments
+from slidedp_jax.run.evaluations import Measure, begins_anew, best_before, best_evaluated, evaluated
 from slidedp_jax.run.held_out import (
     checked_metric,
     evaluations_without_gain,
@@ -18,9 +20,8 @@ from slidedp_jax.run.held_out import (
     losses_line,
     losses_record,
     perplexity,
-    rows_fingerprint,
+    row_fingerprints,
 )
-from slidedp_jax.run.metrics_file import best_evaluated
 
 
 def test_files_get_names_by_what_stands_before_the_equals_sign(tmp_path, monkeypatch):
@@ -97,9 +98,72 @@ def test_the_best_step_goes_by_the_metric(tmp_path):
         {"step": 6, "eval_loss": 0.5, "eval_a_loss": None},
     ]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert best_evaluated(path, [2, 4, 6], "rows") == 6
-    assert best_evaluated(path, [2, 4, 6], "rows", "eval_a_loss") == 4
-    assert best_evaluated(path, [2, 4, 6], "rows", "eval_b_loss") is None
+    measure = Measure(rows={"a": "rows"}, terms={})
+    assert best_evaluated(path, [2, 4, 6], measure) == 6
+    assert best_evaluated(path, [2, 4, 6], measure, "eval_a_loss") == 4
+    assert best_evaluated(path, [2, 4, 6], measure, "eval_b_loss") is None
+
+
+def test_what_is_compared_after_a_set_is_added_or_the_loss_changed(tmp_path):
+    """By hand; the fingerprint of all sets together is as earlier versions wrote it."""
+    path = tmp_path / "metrics.jsonl"
+    rows = {"": "x", "a": "y"}
+    smooth = {"label_smoothing_factor": 0.1}
+    one, both = Measure(rows={"": "x"}, terms={}), Measure(rows=rows, terms={})
+    other = Measure(rows=rows, terms=smooth)
+    of_both = hashlib.blake2b(json.dumps(rows).encode(), digest_size=16).hexdigest()
+    records = [
+        {"step": 1, "eval_loss": 2.0, "eval_data": "x"},
+        {"step": 2, "eval_loss": 1.0} | one.record(),
+        {"step": 3, "eval_loss": 5.0, "eval_a_loss": 3.0, "eval_data": of_both},
+        {"step": 3, "loss": 1.0},
+        {"step": 4, "eval_loss": 4.0, "eval_a_loss": 4.0} | both.record(),
+        {"step": 5, "eval_loss": 3.0, "eval_a_loss": 9.0}
+        | {"eval_data": {"": "z", "a": "y"}, "eval_loss_terms": {}},
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert evaluated(path, one) == {1: 2.0, 2: 1.0}
+    assert evaluated(path, both) == {3: 5.0, 4: 4.0}
+    assert evaluated(path, both, "eval_a_loss") == {3: 3.0, 4: 4.0, 5: 9.0}
+    steps = range(6)
+    assert best_before(path, steps, both) == [1, 2, 5] and best_before(path, [4], both) == []
+    assert best_before(path, steps, both, "eval_a_loss") == [1, 2]
+    assert begins_anew(path, both, "eval_loss") and not begins_anew(path, both, "eval_a_loss")
+    assert evaluated(path, other) == {3: 5.0}  # which does not tell its loss
+    with path.open("a") as file:
+        file.write(json.dumps({"step": 2, "eval_loss": 9.0} | both.record()) + "\n")
+    assert best_before(path, steps, both) == [1, 5] and best_evaluated(path, steps, both) == 4
+
+
+def test_the_best_stays_when_a_set_is_added_the_loss_changed_or_neither_is_asked_for(
+    inputs, tmp_path, capsys
+):
+    """Losses grow, so that the first is the best."""
+    few = write_rows(tmp_path / "few.jsonl", 9)
+    settings = {"save_best": True, "save_steps": 1, "save_total_limit": 1, "eval_steps": 1}
+    settings |= {"learning_rate": 1.0, "lr_scheduler_type": "constant", "warmup_steps": 0}
+    out = tmp_path / "out"
+
+    def goes_on(steps, **changes):
+        inputs.train(out, max_steps=steps, **settings | changes)
+        return [step_of(path) for path in list_steps(out / "checkpoints")], capsys.readouterr().out
+
+    kept, said = goes_on(4, validation_file=inputs.rows)
+    assert kept == [1, 4] and "anew" not in said
+    both = [inputs.rows, f"few={few}"]
+    kept, said = goes_on(6, validation_file=both)
+    assert 1 in kept and "eval_loss is compared anew from here; " in said
+    assert "step_00000001, the best so far, stays" in said and "  kept:  " in said
+    kept, said = goes_on(7, validation_file=both)
+    assert 1 in kept and "compared anew" not in said
+    loss = {"label_smoothing_factor": 0.5, "allow_changed": "label_smoothing_factor"}
+    kept, said = goes_on(8, validation_file=both, **loss)
+    assert 1 in kept and "compared anew" in said
+    last = evaluations(out)[-1]
+    assert last["eval_loss_terms"] == {"label_smoothing_factor": 0.5}
+    assert set(last["eval_data"]) == {"", "few"}
+    kept, said = goes_on(9, save_best=False, **loss)
+    assert kept == [9] and "the best checkpoint so far is no longer kept" in said
 
 
 def test_which_steps_end_a_part_of_the_data():
@@ -208,9 +272,6 @@ def test_held_out_rows_are_known_by_names_and_content(inputs):
     from runs import made_up_rows
 
     one, other = (BatchSource(made_up_rows(n), max_seq_length=16, step_size=4) for n in (5, 6))
-    assert rows_fingerprint({"": one}) == one.state()["data"]
-    found = {
-        rows_fingerprint(sets)
-        for sets in ({"": one}, {"a": one}, {"b": one}, {"a": other}, {"a": one, "b": other})
-    }
-    assert len(found) == 5
+    found = row_fingerprints({"": one, "a": other, "b": one})
+    assert found == {"": one.state()["data"], "a": other.state()["data"], "b": found[""]}
+    assert found[""] != found["a"]

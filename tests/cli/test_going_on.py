@@ -13,8 +13,9 @@ from slidedp_jax import export
 from slidedp_jax.errors import UserError
 from slidedp_jax.interrupts import StopAtSignal
 from slidedp_jax.run.arguments import TrainArguments, parse_arguments
+from slidedp_jax.run.evaluations import Measure, has_evaluation
 from slidedp_jax.run.learning_rate import num_warmup_steps
-from slidedp_jax.run.metrics_file import MetricsFile, as_json, drop_after, has_evaluation
+from slidedp_jax.run.metrics_file import MetricsFile, as_json, drop_after
 from slidedp_jax.run.model_card import is_card_of, model_card
 from slidedp_jax.run.record import read_run, write_run
 from slidedp_jax.run.same_inputs import base_model_name
@@ -305,8 +306,9 @@ def test_logs_are_json_that_every_parser_takes(tmp_path):
     times = [datetime.datetime.fromisoformat(record["time"]) for record in (first, second)]
     assert before < times[0] <= times[1]
     assert as_json({"a": 1}) == {"a": 1}
-    assert has_evaluation(path, 1, "any") and not has_evaluation(path, 2, "any")
-    assert not has_evaluation(tmp_path / "none", 1, "any")
+    measure = Measure(rows={"": "any"}, terms={})
+    assert has_evaluation(path, 1, measure) and not has_evaluation(path, 2, measure)
+    assert not has_evaluation(tmp_path / "none", 1, measure)
     inode = path.stat().st_ino
     drop_after(path, 1)
     assert path.stat().st_ino == inode  # nothing to drop, nothing written

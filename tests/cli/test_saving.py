@@ -22,7 +22,7 @@ from slidedp_jax.planner.presets import PRESETS
 from slidedp_jax.planner.search import plan
 from slidedp_jax.planner.workload import BatchShape, Workload
 from slidedp_jax.run.arguments import TrainArguments, parse_arguments
-from slidedp_jax.run.metrics_file import best_evaluated
+from slidedp_jax.run.evaluations import Measure, best_evaluated
 from slidedp_jax.run.saving import planned_buffer_bytes, save_notes
 from slidedp_jax.train import main
 from slidedp_jax.trainer import Trainer
@@ -147,7 +147,8 @@ def test_what_cannot_be_deleted_is_said_and_does_not_end_the_run(
 
 def test_the_best_is_the_lowest_of_the_same_rows_that_is_there(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    assert best_evaluated(path, [1], "rows") is None
+    rows = Measure(rows={"": "rows"}, terms={})
+    assert best_evaluated(path, [1], rows) is None
     records = [
         {"step": 1, "eval_loss": 3.0, "eval_data": "rows"},
         {"step": 2, "eval_loss": 1.0, "eval_data": "others"},
@@ -157,8 +158,8 @@ def test_the_best_is_the_lowest_of_the_same_rows_that_is_there(tmp_path):
         {"step": 5, "eval_loss": None, "eval_data": "rows"},
     ]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert best_evaluated(path, [1, 2, 3, 5], "rows") == 3
-    assert best_evaluated(path, [2, 5], "rows") is None
+    assert best_evaluated(path, [1, 2, 3, 5], rows) == 3
+    assert best_evaluated(path, [2, 5], rows) is None
 
 
 @pytest.mark.parametrize(
