@@ -26,6 +26,7 @@ from slidedp_jax.pretrained import Pretrained, from_pretrained
 from slidedp_jax.run.arguments import STATED, WHOLE_PARAMETER_OPTIMIZERS, TrainArguments
 from slidedp_jax.run.data_progress import data_progress
 from slidedp_jax.run.data_settings import example_settings, num_processes, token_cache
+from slidedp_jax.run.evaluations import check_metric
 from slidedp_jax.run.held_out import held_out_sets
 from slidedp_jax.state.freezing import frozen_names
 from slidedp_jax.wording import counted
@@ -86,6 +87,7 @@ def load_inputs(
         pretrained.fetch_weights()
     check_patterns(args, _trained_shapes(args, pretrained.config))
     pretrained.check_router_losses(args.router_aux_loss_coef, args.router_z_loss_coef)
+    check_metric(args, pretrained.config)
     held_out = held_out_sets(args.validation_file)
     for path in (*args.train_file, *(file for files in held_out.values() for file in files)):
         if not pathlib.Path(path).is_file():

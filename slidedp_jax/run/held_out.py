@@ -2,7 +2,8 @@
 
 Files without a name are evaluated together; `name=file` makes a set of its own. A record of an
 evaluation has `eval_loss` and `eval_perplexity` of all tokens, and of each named set
-`eval_NAME_loss` and `eval_NAME_perplexity`.
+`eval_NAME_loss` and `eval_NAME_perplexity`; no perplexity where the loss is not the cross-entropy
+alone.
 """
 
 from __future__ import annotations
@@ -56,11 +57,14 @@ def row_fingerprints(sets: Mapping[str, BatchSource]) -> dict[str, str]:
     return {name: str(source.state()["data"]) for name, source in sets.items()}
 
 
-def losses_record(losses: Mapping[str, tuple[float, int]]) -> dict[str, Any]:
+def losses_record(
+    losses: Mapping[str, tuple[float, int]], *, cross_entropy: bool = True
+) -> dict[str, Any]:
     """Entries of an evaluation's record.
 
     Args:
       losses: name of a set -> mean loss of its supervised tokens, and their number.
+      cross_entropy: whether the loss is that alone, so that its exponential is the perplexity.
     """
     count = sum(tokens for _, tokens in losses.values())
     loss = sum(loss * tokens for loss, tokens in losses.values()) / count
@@ -68,29 +72,33 @@ def losses_record(losses: Mapping[str, tuple[float, int]]) -> dict[str, Any]:
         (loss, _), *_ = losses.values()  # as it was measured
     record: dict[str, Any] = {
         "eval_loss": loss,
-        "eval_perplexity": perplexity(loss),
+        **({"eval_perplexity": perplexity(loss)} if cross_entropy else {}),
         "eval_supervised_tokens": count,
     }
     for name, (own, tokens) in losses.items():
         if name != UNNAMED:
             record[f"eval_{name}_loss"] = own
-            record[f"eval_{name}_perplexity"] = perplexity(own)
+            if cross_entropy:
+                record[f"eval_{name}_perplexity"] = perplexity(own)
             record[f"eval_{name}_supervised_tokens"] = tokens
     return record
 
 
-def losses_line(step: int, losses: Mapping[str, tuple[float, int]]) -> str:
-    """An evaluation for the console."""
+def losses_line(
+    step: int, losses: Mapping[str, tuple[float, int]], *, cross_entropy: bool = True
+) -> str:
+    """An evaluation for the console; `cross_entropy`: as for `losses_record`."""
     record = losses_record(losses)
     text = (
         f"step {step}: held-out loss {record['eval_loss']:.4f} over "
-        f"{record['eval_supervised_tokens']} tokens, perplexity {record['eval_perplexity']:.4g}"
+        f"{record['eval_supervised_tokens']} tokens"
     )
+    if cross_entropy:
+        text += f", perplexity {record['eval_perplexity']:.4g}"
     if len(losses) > 1:
-        text += "".join(
-            f"; {name or 'files without a name'} {loss:.4f} ({perplexity(loss):.4g})"
-            for name, (loss, _) in losses.items()
-        )
+        for name, (loss, _) in losses.items():
+            text += f"; {name or 'files without a name'} {loss:.4f}"
+            text += f" ({perplexity(loss):.4g})" if cross_entropy else ""
     return text
 
 

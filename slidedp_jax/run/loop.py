@@ -387,12 +387,12 @@ class Run:
         }
         record = {
             "step": step,
-            **losses_record(losses),
+            **losses_record(losses, cross_entropy=not self._measure.terms),
             "eval_runtime": time.perf_counter() - start,
             **self._measure.record(),
         }
         write(record)
-        say(losses_line(step, losses))
+        say(losses_line(step, losses, cross_entropy=not self._measure.terms))
         if self._args.sample_at_eval:
             self._samples.take(trainer, f"at step {step}", say)
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 from runs import metrics, write_rows
@@ -12,7 +13,14 @@ from slidedp_jax.checkpoint.retention import list_steps, step_of
 from slidedp_jax.data import BatchSource
 from slidedp_jax.errors import UserError
 from slidedp_jax.run.arguments import parse_arguments
-from slidedp_jax.run.evaluations import Measure, begins_anew, best_before, best_evaluated, evaluated
+from slidedp_jax.run.evaluations import (
+    Measure,
+    begins_anew,
+    best_before,
+    best_evaluated,
+    evaluated,
+    loss_terms,
+)
 from slidedp_jax.run.held_out import (
     checked_metric,
     evaluations_without_gain,
@@ -22,6 +30,7 @@ from slidedp_jax.run.held_out import (
     perplexity,
     row_fingerprints,
 )
+from slidedp_jax.train import main
 
 
 def test_files_get_names_by_what_stands_before_the_equals_sign(tmp_path, monkeypatch):
@@ -45,6 +54,37 @@ def test_the_loss_of_all_sets_is_that_of_all_tokens():
     line = losses_line(3, {"": (1.0, 10), "code": (2.5, 30)})
     assert line.startswith("step 3: held-out loss 2.1250 over 40 tokens, perplexity 8.373; files")
     assert line.endswith("without a name 1.0000 (2.718); code 2.5000 (12.18)")
+
+
+def test_there_is_no_perplexity_of_more_than_the_cross_entropy(inputs, tmp_path, capsys):
+    losses = {"": (1.0, 10), "code": (2.5, 30)}
+    record = losses_record(losses, cross_entropy=False)
+    assert record == {k: v for k, v in losses_record(losses).items() if "perplexity" not in k}
+    line = losses_line(3, losses, cross_entropy=False)
+    assert line.endswith("over 40 tokens; files without a name 1.0000; code 2.5000")
+    settings = {"validation_file": inputs.rows, "metric_for_best_model": "perplexity"}
+    words = inputs.command(tmp_path / "out", **settings, z_loss_coef=0.1, dry_run=True)
+    assert main(words) == 1
+    error = capsys.readouterr().err
+    assert "there is no perplexity" in error and "z_loss_coef 0.1: give eval_loss" in error
+
+
+def test_what_the_loss_has_beside_the_cross_entropy():
+    """A model's own load-balance loss counts, unless a setting turns it off."""
+    base = ["--model_name_or_path", "m", "--train_file", "t", "--output_dir", "o"]
+    dense, mixture = SimpleNamespace(num_experts=0), SimpleNamespace(num_experts=4)
+    dense.router_aux_loss_coef = mixture.router_aux_loss_coef = 0.25
+
+    def terms(config, *words):
+        return loss_terms(parse_arguments([*base, *words]), config)
+
+    assert terms(dense) == {} and terms(mixture) == {"router_aux_loss_coef": 0.25}
+    assert terms(mixture, "--router_aux_loss_coef", "0") == {}
+    words = ["--router_z_loss_coef", "0.5", "--z_loss_coef", "1e-4"]
+    assert terms(mixture, "--router_aux_loss_coef", "0", *words) == {
+        "z_loss_coef": 1e-4,
+        "router_z_loss_coef": 0.5,
+    }
 
 
 def test_evaluations_without_gain_by_hand():
@@ -135,35 +175,39 @@ def test_what_is_compared_after_a_set_is_added_or_the_loss_changed(tmp_path):
     assert best_before(path, steps, both) == [1, 5] and best_evaluated(path, steps, both) == 4
 
 
-def test_the_best_stays_when_a_set_is_added_the_loss_changed_or_neither_is_asked_for(
-    inputs, tmp_path, capsys
-):
+@pytest.mark.parametrize(
+    "change", ["a set is added", pytest.param("another loss", marks=pytest.mark.thorough)]
+)
+def test_the_best_stays_when_evaluations_are_of_something_else(inputs, tmp_path, capsys, change):
     """Losses grow, so that the first is the best."""
     few = write_rows(tmp_path / "few.jsonl", 9)
     settings = {"save_best": True, "save_steps": 1, "save_total_limit": 1, "eval_steps": 1}
     settings |= {"learning_rate": 1.0, "lr_scheduler_type": "constant", "warmup_steps": 0}
+    settings |= {"validation_file": [inputs.rows]}
+    other = {"label_smoothing_factor": 0.5, "allow_changed": "label_smoothing_factor"}
+    if change == "a set is added":
+        other = {"validation_file": [inputs.rows, f"few={few}"]}
     out = tmp_path / "out"
 
     def goes_on(steps, **changes):
         inputs.train(out, max_steps=steps, **settings | changes)
         return [step_of(path) for path in list_steps(out / "checkpoints")], capsys.readouterr().out
 
-    kept, said = goes_on(4, validation_file=inputs.rows)
-    assert kept == [1, 4] and "anew" not in said
-    both = [inputs.rows, f"few={few}"]
-    kept, said = goes_on(6, validation_file=both)
+    kept, said = goes_on(3)
+    assert kept == [1, 3] and "anew" not in said
+    kept, said = goes_on(5, **other)
     assert 1 in kept and "eval_loss is compared anew from here; " in said
     assert "step_00000001, the best so far, stays" in said and "  kept:  " in said
-    kept, said = goes_on(7, validation_file=both)
-    assert 1 in kept and "compared anew" not in said
-    loss = {"label_smoothing_factor": 0.5, "allow_changed": "label_smoothing_factor"}
-    kept, said = goes_on(8, validation_file=both, **loss)
-    assert 1 in kept and "compared anew" in said
     last = evaluations(out)[-1]
-    assert last["eval_loss_terms"] == {"label_smoothing_factor": 0.5}
-    assert set(last["eval_data"]) == {"", "few"}
-    kept, said = goes_on(9, save_best=False, **loss)
-    assert kept == [9] and "the best checkpoint so far is no longer kept" in said
+    if change == "a set is added":
+        assert set(last["eval_data"]) == {"", "few"} and "eval_loss_terms" not in last
+    else:
+        assert last["eval_loss_terms"] == {"label_smoothing_factor": 0.5}
+        assert not [name for name in last if "perplexity" in name]
+    kept, said = goes_on(6, **other)
+    assert 1 in kept and "compared anew" not in said
+    kept, said = goes_on(7, **other | {"save_best": False})
+    assert kept == [7] and "the best checkpoint so far is no longer kept" in said
 
 
 def test_which_steps_end_a_part_of_the_data():
