@@ -18,6 +18,7 @@ from slidedp_jax.models.config import ModelConfig
 from slidedp_jax.run.arguments import TrainArguments
 from slidedp_jax.run.held_out import METRICS, UNNAMED
 from slidedp_jax.run.metrics_file import records_of_steps
+from slidedp_jax.wording import counted
 
 EVALUATED_ROWS = "eval_data"
 """Entry of an evaluation: set -> the fingerprint of its rows; earlier versions wrote one of all."""
@@ -165,6 +166,19 @@ def begins_anew(path: pathlib.Path, measure: Measure, metric: str) -> bool:
     last = max((record["step"] for record in records), default=None)
     return last is not None and not any(
         measure.gives(record, metric) for record in records if record["step"] == last
+    )
+
+
+def skipped_text(path: pathlib.Path, after: int, step: int) -> str:
+    """How many steps from one to another were skipped, in words; empty where none was."""
+    steps = {
+        record["step"]: record.get("skipped", False)
+        for record in records_of_steps(path)
+        if "skipped_steps" in record and after < record["step"] <= step
+    }
+    skipped = sum(steps.values())
+    return (
+        f"; {skipped} of {counted(len(steps), 'step')} since then were skipped" if skipped else ""
     )
 
 

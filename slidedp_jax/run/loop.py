@@ -26,7 +26,13 @@ from slidedp_jax.run.arguments import TrainArguments
 from slidedp_jax.run.changes import starts
 from slidedp_jax.run.checks import RunInputs
 from slidedp_jax.run.disk import RunDisk
-from slidedp_jax.run.evaluations import Measure, evaluated, has_evaluation, loss_terms
+from slidedp_jax.run.evaluations import (
+    Measure,
+    evaluated,
+    has_evaluation,
+    loss_terms,
+    skipped_text,
+)
 from slidedp_jax.run.expert_products import expert_products
 from slidedp_jax.run.export import export_run, export_text
 from slidedp_jax.run.folder import RunFolder
@@ -338,6 +344,7 @@ class Run:
         return (
             f"stopping early at step {step}: {counted(without, 'evaluation')} without a lower "
             f"{args.best_metric}, the best of step {best}"
+            f"{skipped_text(self._folder.metrics, best or 0, step)}"
         )
 
     def _evaluate_what_was_missed(self, trainer: Trainer, step: int) -> None:
@@ -460,6 +467,12 @@ class Run:
             f"done: {counted(trainer.step_count, 'step')}, {self._tokens_seen:,} tokens seen; "
             f"padding took {self._padding_seen / max(1, places):.0%} of the rows"
         )
+        if self._skipped:
+            taken = trainer.step_count - self._skipped
+            print(
+                f"  skipped:     {counted(self._skipped, 'step')}, which changed no weight; of the "
+                f"learning rate's {self._inputs.num_steps} steps {taken} were taken"
+            )
         timed = self._timed[1:] or self._timed
         if timed:
             tokens, seconds = (sum(column) for column in zip(*timed, strict=True))

@@ -299,6 +299,16 @@ def test_training_stops_early_stays_so_and_goes_on_with_more_patience(inputs, tm
     assert [record["step"] for record in metrics(out)] == [1, 2, 3, 4]
 
 
+def test_an_end_that_skipped_steps_have_brought_says_so(inputs, tmp_path, capsys):
+    settings = {"validation_file": inputs.rows, "eval_steps": 1, "early_stopping_patience": 2}
+    settings |= {"max_loss": 0.1, "on_nonfinite": "skip", "max_steps": 9, "save_at_end": False}
+    inputs.train(tmp_path / "out", **settings)
+    said = capsys.readouterr().out
+    assert "the best of step 1; 2 of 2 steps since then were skipped" in said
+    assert "  skipped:     3 steps, which changed no weight; of the learning rate's 9 steps" in said
+    assert " 0 were taken" in said
+
+
 def test_a_run_with_weights_is_not_continued_without(inputs, tmp_path, capsys):
     few = write_rows(tmp_path / "few.jsonl", 8)
     settings = {"train_file": [inputs.rows, few], "train_file_weights": ["0.5", "3"]}
