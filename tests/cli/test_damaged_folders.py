@@ -289,11 +289,7 @@ def test_what_was_saved_beside_a_step_that_fails_replaces_the_old_run(
     out = shutil.copytree(finished, tmp_path / "run")
     step = Trainer.step
 
-<<<<<<< HEAD
-    def fails_later(self, batch, **_):
-=======
     def fails_later(self, batch, **more):
->>>>>>> 7e64de6 (Tests: stand-ins for Trainer.step take what it takes)
         if self.step_count == 3:
             self.finish_save()  # nobody has looked since
             raise FloatingPointError("step 4 fails")

@@ -326,13 +326,9 @@ def test_a_skipped_step_is_logged_as_json(inputs, tmp_path, monkeypatch):
         def __init__(self, metrics):
             self.grad_norm = metrics.grad_norm
 
-<<<<<<< HEAD
-    monkeypatch.setattr(Trainer, "step", lambda self, batch, **_: NotFinite(step(self, batch)))
-=======
     monkeypatch.setattr(
         Trainer, "step", lambda self, batch, **more: NotFinite(step(self, batch, **more))
     )
->>>>>>> 7e64de6 (Tests: stand-ins for Trainer.step take what it takes)
     out = tmp_path / "run"
     inputs.train(out, max_steps=1, save_at_end=False)
     (line,) = (out / "metrics.jsonl").read_text().splitlines()

@@ -69,13 +69,8 @@ def test_a_save_that_fails_beside_the_last_step_does_not_cost_the_weights(
         os.pwrite = full
         return begin(self, *words, **more)
 
-<<<<<<< HEAD
-    def step_and_wait(self, batch, **_):
-        result = step(self, batch)
-=======
     def step_and_wait(self, batch, **more):
         result = step(self, batch, **more)
->>>>>>> 7e64de6 (Tests: stand-ins for Trainer.step take what it takes)
         if self.step_count == 3:
             stepped.set()
             self._saving.wait()
