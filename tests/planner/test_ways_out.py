@@ -32,8 +32,8 @@ JOBS = {
     "packed": "--preset qwen3-4b --hardware h200 --tokens_per_step 131072 --seq_length 65536 "
     "--document_length 60000 --device_memory_gib 8",
     "72b": "--preset qwen2.5-72b --hardware rtx4090 --num_devices 4 --tokens_per_step 32768",
-    "host budget": "--preset qwen3-14b --hardware h200 --tokens_per_step 16384 "
-    "--host_memory_gib 64 --host_memory_budget_gib 60 --device_memory_gib 30",
+    "host budget": "--preset qwen3-0.6b --hardware h200 --tokens_per_step 8192 "
+    "--host_memory_gib 12 --host_memory_budget_gib 11 --device_memory_gib 6",
     "device budget": "--preset qwen3-0.6b --hardware rtx4090 --tokens_per_step 4194304 "
     "--host_memory_gib 500 --device_memory_budget_gib 9",
     "rows at once": "--preset qwen3-8b --hardware rtx4090 --tokens_per_step 65536 "
