@@ -101,7 +101,7 @@ def samples():
 
 def saves():
     folder = pathlib.Path("/nowhere")
-    none = {"metrics": folder, "held_out_rows": None, "saved": None}
+    none = {"metrics": folder, "measure": None, "saved": None}
     return Saves(ARGUMENTS, None, folder, **none)
 
 
