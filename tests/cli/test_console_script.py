@@ -25,8 +25,8 @@ def test_unknown_commands(capsys):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == (
-        "error: there is no command 'foo'; there are train, preview, plan, compare, measure, export, "
-        "checkpoints, report, schema, generate (`slidedp --help`)\n"
+        "error: there is no command 'foo'; there are train, preview, plan, compare, measure, "
+        "export, checkpoints, report, schema, generate (`slidedp --help`)\n"
     )
     assert main(["trian"]) == 2
     assert "'trian'; did you mean train?" in capsys.readouterr().err
