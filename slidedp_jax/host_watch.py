@@ -150,7 +150,7 @@ class HostWatch:
                 self._say("beat", str(beat))
                 failed, beats = self._read("failed"), self._read("beat")
                 self._unanswered = 0
-            except Exception as error:
+            except Exception as error:  # of the service, whatever its client raises
                 self._last_error = str(error)
                 continue
             for host, cause in sorted(failed.items()):

@@ -90,7 +90,7 @@ class Stopwatch:
             return
         try:
             part(*given)
-        except Exception as error:
+        except Exception as error:  # any: one part must not cost the others
             first_line = f"{type(error).__name__}: {error}".splitlines()[0]
             self._leave_out(name, first_line[:300])
 

@@ -103,7 +103,7 @@ def follow_quietly(together: Together | None) -> None:
     """What all hosts would print is the first one's to say; errors are everybody's."""
     if together is not None and not together.is_first:
         sys.stdout.flush()
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - open to the end
 
 
 def tell_when_stopped(stop: StopAtSignal, together: Together | None) -> None:

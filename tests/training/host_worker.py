@@ -89,7 +89,7 @@ def train(case, num_hosts, **options):
         if case.get("poisoned"):  # weights that are not finite make gradients that are not
             it.wait()
             it.store.write_at("model.layers.1.mlp.up_proj.weight", 5, np.full(1, np.nan))
-            it.step(batches[0]).grad_norm  # noqa: B018
+            it.step(batches[0]).grad_norm  # noqa: B018 - waits
         found = {
             "losses": np.array([own.loss for own in metrics]),
             "norms": np.array([own.grad_norm for own in metrics]),
