@@ -16,14 +16,18 @@ DISK_BYTES_PER_S = 1.5e9
 """Assumed of a disk until a run has written a checkpoint: a data centre's NVMe drive."""
 
 
+COPY_BYTES_PER_S = 1.2e10
+"""Assumed of copying state within host memory, beside steps."""
+
+
 def stall_s(
     state_bytes: float, buffer_bytes: float, disk_bytes_per_s: float, step_s: float
 ) -> float:
     """Seconds for which a save beside the steps holds them up, in all.
 
-    No chunk is updated again before it has been copied. Of S bytes of state, a buffer takes B at
-    once; the rest is copied as the disk takes R per second, for which it has the t seconds of a
-    step before updates ask for it: (S - B) / R - t.
+    No chunk is updated again before it has been copied. Of S bytes of state, a buffer takes B as
+    fast as memory is copied, C bytes per second; the rest is copied as the disk takes R per second.
+    Updates ask for it within the t seconds of the next step: B / C + (S - B) / R - t.
 
     Args:
       state_bytes: of weights and optimizer state.
@@ -31,7 +35,9 @@ def stall_s(
       disk_bytes_per_s: what the disk takes.
       step_s: seconds of a step.
     """
-    return max(0.0, (state_bytes - buffer_bytes) / disk_bytes_per_s - step_s)
+    at_once = min(state_bytes, buffer_bytes)
+    copied_s = at_once / COPY_BYTES_PER_S + (state_bytes - at_once) / disk_bytes_per_s
+    return max(0.0, copied_s - step_s)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ import optax
 
 from slidedp_jax import host_watch
 from slidedp_jax.assembly import Settings, assemble
-from slidedp_jax.checkpoint.save_beside import SaveBeside
+from slidedp_jax.checkpoint.save_beside import SaveBeside, SaveMemory
 from slidedp_jax.checkpoint.save_restore import (
     Restored,
     newest,
@@ -154,6 +154,7 @@ class Trainer:
         )
         parts = assemble(model, treatments, strategy, self._devices, host_devices, settings)
         self.store, self.weights, self.gate = parts.store, parts.weights, parts.gate
+        self._save_memory = SaveMemory(self.store.owned_bytes)
         self._fences, self._updates, self._gradients = parts.fences, parts.updates, parts.gradients
         self._programs, self._pipeline = parts.programs, parts.pipeline
         self.passes = Passes(
@@ -426,14 +427,15 @@ class Trainer:
         It is the checkpoint that `save` would write, in every bit. Each chunk is copied when its
         update is committed, and written behind that; what does not fit the buffer is copied as the
         disk takes the rest, and its next update waits. With S bytes of state, a buffer of B and a
-        disk that takes R per second, steps of t seconds are held up for (S - B) / R - t in all. A
-        save that is under way is waited for first.
+        disk that takes R per second, steps of t seconds are held up for (S - B) / R - t in all
+        (`planner.disk.stall_s`, which counts copying as well). A save that is under way is waited
+        for first.
 
         Args:
           folder: where checkpoints live; made if absent.
           extra: JSON-able values to keep beside the state, which `restore` returns.
           buffer_bytes: most host memory for what has been copied and is not written yet, 512 MiB
-            at least; None: four fifths of what is free.
+            at least; None: what `prepare_save` was told, or four fifths of what is free.
 
         Returns:
           The save; its `result()` waits for it. If it fails, the next `step`, `save` or `close`
@@ -451,10 +453,26 @@ class Trainer:
             self.model,
             pathlib.Path(folder),
             extra or {},
-            buffer_bytes=buffer_bytes,
+            buffer=self._save_memory.take(buffer_bytes),
             tracer=self._tracer,
         )
         return self._saving
+
+    def prepare_save(self, *, buffer_bytes: int | None = None) -> None:
+        """Have the memory of the next `save_beside` found while steps go on, if time allows.
+
+        The first touch of memory takes longer than copying into it, for which updates would wait.
+        Worth calling some seconds before a save (a second per GB of state).
+
+        Args:
+          buffer_bytes: as `save_beside` will be given.
+
+        Raises:
+          UserError, TrainingStopped: there is nothing to save.
+        """
+        self._check_single_host("prepare_save")
+        self.gate.check()
+        self._save_memory.make_ahead(buffer_bytes)
 
     def finish_save(self) -> None:
         """Wait for a save beside the steps, if there is one.
@@ -523,6 +541,7 @@ class Trainer:
         """
         self.gate.close(self.weights)
         self._dropped.detach()
+        self._save_memory.drop()
         self.finish_save()
 
     def __enter__(self) -> Trainer:

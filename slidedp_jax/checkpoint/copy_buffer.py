@@ -74,13 +74,43 @@ class CopyBuffer:
 
     Args:
       num_bytes: most of it at once; a batch that takes more is copied alone.
+
+    Attributes:
+      num_bytes: the same.
     """
 
     def __init__(self, num_bytes: int):
-        self._left = self._size = num_bytes
+        self.num_bytes = self._left = num_bytes
         self._unused: list[np.ndarray] = []
-        self._stopped = False
+        self._begun = 0
+        self._used = self._stopped = False
         self._condition = threading.Condition()
+
+    def make_ahead(self) -> None:
+        """Have the system find the memory before it is used; ends early when it is, or stopped.
+
+        The first touch of memory costs more than copying into it: where a virtual machine has to
+        ask its host for it, several times as much. Several threads may share the work.
+        """
+        while True:
+            with self._condition:
+                whole = self._begun >= self.num_bytes // PIECE_BYTES
+                if whole or self._used or self._stopped:
+                    return
+                self._begun += 1
+            memory = np.empty(PIECE_BYTES, np.uint8)
+            memory.fill(0)
+            with self._condition:
+                if not self._stopped:
+                    self._unused.append(memory)
+
+    def has_room(self, batch: Batch) -> bool:
+        """Whether `take` would not wait."""
+        with self._condition:
+            return self._has_room(batch.num_bytes)
+
+    def _has_room(self, size: int) -> bool:
+        return self._left >= size or self._left == self.num_bytes
 
     def take(self, batch: Batch) -> np.ndarray:
         """Memory for a batch, uint8; waits for it.
@@ -90,9 +120,8 @@ class CopyBuffer:
         """
         size = batch.num_bytes
         with self._condition:
-            self._condition.wait_for(
-                lambda: self._stopped or self._left >= size or self._left == self._size
-            )
+            self._used = True
+            self._condition.wait_for(lambda: self._stopped or self._has_room(size))
             if self._stopped:
                 raise Stopped
             self._left -= size

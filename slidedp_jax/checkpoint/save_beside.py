@@ -8,10 +8,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from slidedp_jax.checkpoint.copy_buffer import CopyBuffer
 from slidedp_jax.planner.host_memory import available_host_memory
 
 SMALLEST_BUFFER_BYTES = 1 << 29
 """So much must be there for what has been copied: a piece for each thread that writes."""
+
+_MAKERS = 2
+"""Threads that make memory ahead, beside steps that want the cores."""
 
 _LEFT_FREE = 0.2
 """Share of the free host memory that a buffer of no stated size leaves alone."""
@@ -87,6 +91,51 @@ class SaveBeside:
         """Raise if it has ended by a failure that nobody has been told; never waits."""
         if self.done and self._failure is not None and not self._said:
             self.result()
+
+
+class SaveMemory:
+    """The buffer of the next save, made ahead or when the save begins; its caller's thread's alone.
+
+    Args:
+      state_bytes: of what is saved.
+    """
+
+    def __init__(self, state_bytes: int):
+        self._state_bytes = state_bytes
+        self._ahead: CopyBuffer | None = None
+
+    def make_ahead(self, num_bytes: int | None) -> None:
+        """Have the system find the memory in the background; None: four fifths of what is free.
+
+        Twice is once, unless another size is stated.
+        """
+        if self._ahead is None or not self._is_ahead(num_bytes):
+            self.drop()
+            self._ahead = self._made(num_bytes)
+            for number in range(_MAKERS):
+                name = f"save-memory-{number}"
+                threading.Thread(target=self._ahead.make_ahead, name=name, daemon=True).start()
+
+    def take(self, num_bytes: int | None) -> CopyBuffer:
+        """For one save; None: what was made ahead, or four fifths of what is free."""
+        if not self._is_ahead(num_bytes):
+            self.drop()
+        buffer, self._ahead = self._ahead, None
+        return self._made(num_bytes) if buffer is None else buffer
+
+    def drop(self) -> None:
+        """Free what was made ahead."""
+        if self._ahead is not None:
+            self._ahead.stop()
+            self._ahead = None
+
+    def _is_ahead(self, num_bytes: int | None) -> bool:
+        ahead = self._ahead
+        return ahead is not None and num_bytes in (None, ahead.num_bytes)
+
+    def _made(self, num_bytes: int | None) -> CopyBuffer:
+        stated = default_buffer_bytes(self._state_bytes) if num_bytes is None else num_bytes
+        return CopyBuffer(max(stated, SMALLEST_BUFFER_BYTES))
 
 
 def default_buffer_bytes(state_bytes: int) -> int:

@@ -31,6 +31,7 @@ from slidedp_jax.checkpoint.array_streams import (
     is_plain,
     pieces_of,
 )
+from slidedp_jax.checkpoint.copy_buffer import CopyBuffer
 from slidedp_jax.checkpoint.direct_io import Block
 from slidedp_jax.checkpoint.former_items import read_former_item
 from slidedp_jax.checkpoint.record import (
@@ -45,12 +46,7 @@ from slidedp_jax.checkpoint.record import (
     write_record,
 )
 from slidedp_jax.checkpoint.retention import is_checkpoint, list_steps
-from slidedp_jax.checkpoint.save_beside import (
-    SMALLEST_BUFFER_BYTES,
-    SaveBeside,
-    default_buffer_bytes,
-    timed,
-)
+from slidedp_jax.checkpoint.save_beside import SaveBeside, timed
 from slidedp_jax.checkpoint.snapshot_writer import SnapshotWriter
 from slidedp_jax.checkpoint.state_arrays import from_state, into_state
 from slidedp_jax.checkpoint.stored_arrays import (
@@ -121,7 +117,7 @@ def save_beside(
     folder: pathlib.Path,
     extra: Mapping[str, Any],
     *,
-    buffer_bytes: int | None,
+    buffer: CopyBuffer,
     tracer: Tracer,
 ) -> SaveBeside:
     """Begin to write `folder/step_N` for the present step N; see `Trainer.save_beside`.
@@ -131,7 +127,7 @@ def save_beside(
       model: its stages and configuration.
       folder: where checkpoints live; made if absent.
       extra: JSON-able values to keep beside the state.
-      buffer_bytes: most memory for what has been copied and is not written yet; None: what is free.
+      buffer: memory for what has been copied and is not written yet, used by this save alone.
       tracer: takes note of copies and writes.
 
     Raises:
@@ -139,7 +135,7 @@ def save_beside(
     """
 
     def write_arrays(writer: ArrayWriter) -> None:
-        SnapshotWriter(snapshot, arrays, writer, buffer_bytes=most, tracer=tracer).run()
+        SnapshotWriter(snapshot, arrays, writer, buffer=buffer, tracer=tracer).run()
         snapshot.wait_judged()
 
     def write() -> float:
@@ -156,16 +152,16 @@ def save_beside(
         gate.check()
         arrays = arrays_of(gate, model.stages())
         size = total_bytes(arrays)
-        most = default_buffer_bytes(size) if buffer_bytes is None else buffer_bytes
-        most = max(most, SMALLEST_BUFFER_BYTES)
         target = _target(gate, folder)
         if (target / RECORD).is_file():
             save(gate, model, folder, extra)
+            buffer.stop()
             return SaveBeside(target, lambda: timed(lambda: 0.0, num_bytes=0, buffer_bytes=0))
         record = describe(gate, model.configuration, extra)
         taken = threading.Lock()  # by whoever lets go of the snapshot: its thread, once that runs
         snapshot = gate.snapshot()
         try:
+            most = buffer.num_bytes
             return SaveBeside(target, lambda: timed(write, num_bytes=size, buffer_bytes=most))
         except BaseException:
             if taken.acquire(blocking=False):

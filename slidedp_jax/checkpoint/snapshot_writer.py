@@ -1,7 +1,9 @@
 """The arrays of a snapshot, copied as soon as each chunk has its version and written behind that.
 
 A chunk is updated again only when it has been copied, so what does not fit the buffer holds up the
-next step's updates until the disk has taken enough of the rest.
+next step's updates until the disk has taken enough of the rest. As long as there is room, nothing
+is written: checksums and masters that are joined would take cores and memory from the copies that
+updates wait for, while the disk has the time of many steps.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ class SnapshotWriter:
       snapshot: of the state; in the end all of it has been let go of.
       arrays: all of the state.
       writer: what writes them.
-      buffer_bytes: most memory for what is copied and not yet written.
+      buffer: memory for what is copied and not yet written.
       tracer: takes note of copies and writes.
     """
 
@@ -40,16 +42,17 @@ class SnapshotWriter:
         arrays: Sequence[StoredArray],
         writer: ArrayWriter,
         *,
-        buffer_bytes: int,
+        buffer: CopyBuffer,
         tracer: Tracer,
     ):
         self._snapshot = snapshot
         self._arrays = arrays
         self._writer = writer
-        self._buffer = CopyBuffer(buffer_bytes)
+        self._buffer = buffer
         self._tracer = tracer
         self._lock = threading.Lock()
         self._uncopied: dict[int, int] = {}
+        self._copied: list[tuple[Batch, np.ndarray]] | None = []  # None: written at once
         self._failure: BaseException | None = None
         self._blocks = threading.local()
 
@@ -60,14 +63,13 @@ class SnapshotWriter:
           Exception: the first one; nothing is left running.
         """
         try:
-            with (
-                ThreadPoolExecutor(THREADS) as writers,
-                ThreadPoolExecutor(_COPIERS) as copiers,
-            ):
-                try:
-                    self._copy_all(copiers, writers)
-                except BaseException as error:
-                    self._fail(error)
+            with ThreadPoolExecutor(THREADS) as writers:
+                with ThreadPoolExecutor(_COPIERS) as copiers:
+                    try:
+                        self._copy_all(copiers, writers)
+                    except BaseException as error:
+                        self._fail(error)
+                self._begin_to_write(writers)
         finally:
             self._snapshot.abandon()
         if self._failure is not None:
@@ -79,6 +81,8 @@ class SnapshotWriter:
             self._snapshot.wait(chunk)
             self._uncopied[chunk] = len(batches)
             for batch in batches:
+                if not self._buffer.has_room(batch):
+                    self._begin_to_write(writers)
                 memory = self._buffer.take(batch)
                 copiers.submit(self._guarded, self._copy, batch, memory, writers)
 
@@ -106,7 +110,18 @@ class SnapshotWriter:
             copied = self._uncopied[batch.chunk] == 0
         if copied:
             self._snapshot.let_go(batch.chunk)
+        with self._lock:
+            if self._copied is not None:
+                self._copied.append((batch, memory))
+                return
         writers.submit(self._guarded, self._write, batch, memory)
+
+    def _begin_to_write(self, writers: ThreadPoolExecutor) -> None:
+        """What has been copied, and from now on what is."""
+        with self._lock:
+            waiting, self._copied = self._copied or [], None
+        for batch, memory in waiting:
+            writers.submit(self._guarded, self._write, batch, memory)
 
     def _write(self, batch: Batch, memory: np.ndarray) -> None:
         if not hasattr(self._blocks, "own"):

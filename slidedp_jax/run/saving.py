@@ -21,6 +21,10 @@ from slidedp_jax.trainer import Trainer
 WORTH_A_NOTE_S = 1.0
 """Of steps held up by a save."""
 
+_MADE_BYTES_PER_S = 1e9
+_MADE_AT_LEAST_S = 5.0
+"""Seconds before a save in which its memory is made: so many, and those of so many bytes."""
+
 
 class Saves:
     """The saves of one run, which are its caller's thread's alone.
@@ -63,6 +67,9 @@ class Saves:
         self._last = time.monotonic()
         self._under_way: tuple[SaveBeside, float] | None = None
         self._disk_bytes_per_s = DISK_BYTES_PER_S
+        self._made_ahead: int | None = None
+        self._looked: float | None = None
+        self._step_s = 0.0
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint of this step is due, by steps or by the clock."""
@@ -100,17 +107,50 @@ class Saves:
                 progress.say(f"saved {path}")
                 return
             size = _state_bytes(trainer)
-            buffer_bytes = self._buffer_bytes(size)
+            buffer_bytes, self._made_ahead = self._made_ahead, None
+            if buffer_bytes is None:
+                buffer_bytes = self._buffer_bytes(size)
             predicted = stall_s(
                 size, buffer_bytes, self._disk_bytes_per_s, self._plan.chosen.time.step_s
             )
             saving = trainer.save_beside(self._folder, extra, buffer_bytes=buffer_bytes)
         self._under_way = saving, predicted
 
-    def look(self, progress: Progress) -> None:
-        """Between steps: say what has been written since, and delete what need not stay."""
+    def look(self, trainer: Trainer, step: int, num_steps: int, progress: Progress) -> None:
+        """Between steps: say what has been written since, and delete what need not stay.
+
+        If a save beside the steps is near, its memory is made. This is the end of `step` of
+        `num_steps`.
+        """
         if self._under_way is not None and self._under_way[0].done:
             self.finish(progress)
+        now = time.monotonic()
+        if self._looked is not None:
+            between = now - self._looked
+            self._step_s = min(self._step_s or between, between)
+        self._looked = now
+        if (
+            self._args.save_beside
+            and trainer.together is None
+            and self._under_way is None
+            and self._made_ahead is None
+            and not self.due(step)
+            and self._is_near(step, num_steps, _state_bytes(trainer))
+        ):
+            self._made_ahead = self._buffer_bytes(_state_bytes(trainer))
+            trainer.prepare_save(buffer_bytes=self._made_ahead)
+
+    def _is_near(self, step: int, num_steps: int, state_bytes: int) -> bool:
+        """Whether a save beside the steps begins in about as long as its memory takes."""
+        args, near_s = self._args, _MADE_AT_LEAST_S + state_bytes / _MADE_BYTES_PER_S
+        if args.save_minutes is not None:
+            left_s = 60 * args.save_minutes - (time.monotonic() - self._last)
+            if left_s < near_s and (num_steps - step) * self._step_s > left_s:
+                return True
+        if args.save_steps is None:
+            return False
+        next_step = (step // args.save_steps + 1) * args.save_steps
+        return next_step < num_steps and (next_step - step) * self._step_s < near_s
 
     def finish(self, progress: Progress) -> None:
         """Wait for what is under way.

@@ -29,7 +29,7 @@ from streamed_training import (
 )
 
 from slidedp_jax import Trainer
-from slidedp_jax.checkpoint import copy_buffer, save_restore, stored_arrays
+from slidedp_jax.checkpoint import copy_buffer, save_beside, stored_arrays
 from slidedp_jax.checkpoint.copy_buffer import Batch, CopyBuffer, Stopped, batches_of
 from slidedp_jax.checkpoint.retention import list_steps
 from slidedp_jax.checkpoint.stored_arrays import StoredArray
@@ -82,7 +82,7 @@ def small_batches(monkeypatch):
     """Each chunk of a few KiB is copied in several batches."""
     for module in (copy_buffer, stored_arrays):
         monkeypatch.setattr(module, "PIECE_BYTES", BATCH_BYTES)
-    monkeypatch.setattr(save_restore, "SMALLEST_BUFFER_BYTES", BATCH_BYTES)
+    monkeypatch.setattr(save_beside, "SMALLEST_BUFFER_BYTES", BATCH_BYTES)
 
 
 KINDS = {
