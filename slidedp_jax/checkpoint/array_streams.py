@@ -11,14 +11,13 @@ import collections
 import pathlib
 import queue
 import threading
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from slidedp_jax.checkpoint.array_file import ARRAY_METADATA, METADATA, item_metadata
 from slidedp_jax.checkpoint.bounded_work import side_by_side
-from slidedp_jax.checkpoint.crc import crc32_of_two
+from slidedp_jax.checkpoint.crc import crc32, crc32_of_two
 from slidedp_jax.checkpoint.direct_io import Block, DirectFile
 from slidedp_jax.checkpoint.stored_arrays import Piece, StoredArray
 from slidedp_jax.whole_files import sync_folder, write_new
@@ -139,7 +138,7 @@ class ArrayWriter:
             if size:
                 values = block.array[:size]
                 fill(array, piece.elements(start, size)[0], values.view(array.dtype))
-                value = zlib.crc32(values.data, value)
+                value = crc32(values.data, value)
             after = _cut(tail, start - end, len(block.array))
             if after:
                 block.array[size : size + len(after)] = np.frombuffer(after, np.uint8)
@@ -222,7 +221,7 @@ class ArrayReader:
                     )
                 if size:
                     values = block.array[:size]
-                    value = zlib.crc32(values.data, value)
+                    value = crc32(values.data, value)
                     use(array, piece.elements(start, size)[0], values.view(array.dtype))
         total = self._sums.add(piece, value)
         if total is not None and self._expected is not None:
@@ -279,7 +278,7 @@ def checksums(arrays: Sequence[StoredArray], fill: Fill) -> Checksums:
         for start, size in piece.blocks():
             values = block.array[:size]
             fill(piece.array, piece.elements(start, size)[0], values.view(piece.array.dtype))
-            value = zlib.crc32(values.data, value)
+            value = crc32(values.data, value)
         sums.add(piece, value)
 
     for_each_piece(add_up, pieces_of(arrays))

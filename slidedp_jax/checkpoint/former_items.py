@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pathlib
-import zlib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from slidedp_jax.checkpoint.array_streams import Use
+from slidedp_jax.checkpoint.crc import crc32
 from slidedp_jax.checkpoint.stored_arrays import StoredArray
 from slidedp_jax.jax_internals import read_arrays
 
@@ -37,7 +37,7 @@ def read_former_item(
         flat = np.ascontiguousarray(found).reshape(-1)
         if (
             expected is not None
-            and zlib.crc32(flat.view(np.uint8).data) != (expected[array.name][array.key])
+            and crc32(flat.view(np.uint8).data) != (expected[array.name][array.key])
         ):
             raise ValueError(f"{array.key} of {array.name} has other values than were saved")
         use(array, 0, flat)

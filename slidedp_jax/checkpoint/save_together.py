@@ -18,7 +18,6 @@ import pathlib
 import shutil
 import time
 import uuid
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +27,7 @@ import numpy as np
 from slidedp_jax.checkpoint.array_file import ARRAY_METADATA, METADATA
 from slidedp_jax.checkpoint.array_streams import Checksums, metadata_of_items
 from slidedp_jax.checkpoint.bounded_work import side_by_side
-from slidedp_jax.checkpoint.crc import crc32_of_two
+from slidedp_jax.checkpoint.crc import crc32, crc32_of_two
 from slidedp_jax.checkpoint.direct_io import BLOCK_BYTES
 from slidedp_jax.checkpoint.record import (
     RECORD,
@@ -277,7 +276,7 @@ class _Share:
             some = block[: min(most, own.stop - start)]
             self._fill(array, start, some)
             data = some.view(np.uint8).data
-            value = zlib.crc32(data, value)
+            value = crc32(data, value)
             use(start * size, data)
         return value
 

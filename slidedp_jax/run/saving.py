@@ -18,7 +18,7 @@ from slidedp_jax.run.progress import Progress
 from slidedp_jax.run.time_text import duration
 from slidedp_jax.trainer import Trainer
 
-WORTH_A_NOTE_S = 1.0
+WORTH_A_NOTE_S = 5.0
 """Of steps held up by a save."""
 
 _MADE_BYTES_PER_S = 1e9

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import numpy as np
@@ -33,6 +33,20 @@ class _Sent:
     num_bytes: int
     left: int
     readers: int = 0
+    _values: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
+    _turn: threading.Lock = field(default_factory=threading.Lock)
+
+    def values(self, index: int, share: int) -> np.ndarray:
+        """The memory of an array's share, once it is there.
+
+        Taken once, by one thread: of an array that two threads ask for its memory at the same time,
+        a plugin's count of references comes out wrong now and then, and ends the process when the
+        array is dropped (JAX 0.11.2, `Non-zero type 1 hold on destruction`).
+        """
+        with self._turn:
+            if (index, share) not in self._values:
+                self._values[index, share] = np.asarray(self.shares[index][share])
+            return self._values[index, share]
 
 
 class ResidentCopies:
@@ -61,9 +75,9 @@ class ResidentCopies:
         count = 0
         try:
             for index, into in out.items():
-                shares = sent.shares[index]
-                for share, inner, outer in spans(start, len(into), len(shares[0])):
-                    into[outer] = np.asarray(shares[share])[inner]
+                size = len(sent.shares[index][0])
+                for share, inner, outer in spans(start, len(into), size):
+                    into[outer] = sent.values(index, share)[inner]
                 count = len(into)
         finally:
             with self._changed:

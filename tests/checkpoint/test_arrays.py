@@ -26,7 +26,7 @@ from slidedp_jax.checkpoint.array_streams import (
     pieces_of,
 )
 from slidedp_jax.checkpoint.contents import copy
-from slidedp_jax.checkpoint.crc import crc32_of_two, crc32c
+from slidedp_jax.checkpoint.crc import crc32, crc32_of_two, crc32c
 from slidedp_jax.checkpoint.direct_io import Block, DirectFile
 from slidedp_jax.checkpoint.record import read_record
 from slidedp_jax.checkpoint.save_restore import read_parameter_arrays
@@ -144,6 +144,8 @@ def test_checksums_are_those_of_others():
     rng = random.Random(0)
     for sizes in ((0, 0), (1, 0), (0, 1), (4096, 1), (999, 70001)):
         one, other = (rng.randbytes(size) for size in sizes)
+        assert crc32(other) == zlib.crc32(other)
+        assert crc32(memoryview(bytearray(other)), crc32(one)) == zlib.crc32(one + other)
         both = crc32_of_two(zlib.crc32(one), zlib.crc32(other), len(other))
         assert both == zlib.crc32(one + other)
     # Of RFC 3720, appendix B.4.

@@ -39,9 +39,17 @@ def arrays_of(out):
     return files, [read_record(path)["checksums"] for path in sorted(folder.iterdir())]
 
 
-def test_saves_beside_steps_are_those_of_steps_that_wait(inputs, tmp_path, capsys):
+def test_saves_beside_steps_are_those_of_steps_that_wait(inputs, tmp_path, capsys, monkeypatch):
     settings = {"max_steps": 5, "save_steps": 2, "save_total_limit": 9}
+    prepared, prepare = [], Trainer.prepare_save
+
+    def note(self, **words):
+        prepared.append(self.step_count)
+        prepare(self, **words)
+
+    monkeypatch.setattr(Trainer, "prepare_save", note)
     inputs.train(tmp_path / "beside", **settings)
+    assert prepared in ([1], [1, 3])  # if the first save is done by then; the last one waits
     said = capsys.readouterr().out
     assert "step_00000002 beside steps in " in said and " predicted" in said
     assert said.rstrip().count("saved ") == 3

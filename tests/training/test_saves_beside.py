@@ -285,6 +285,94 @@ def test_batches_hold_each_byte_once():
     assert len(full) <= -(-total // BATCH_BYTES) + 2
 
 
+class Order(Tracer):
+    """What was copied and written, in the order in which it began."""
+
+    def __init__(self):
+        self.begun = []
+
+    @contextlib.contextmanager
+    def span(self, lane, name):
+        if lane == "save":
+            self.begun.append(name.split()[0])
+        yield
+
+
+@pytest.mark.parametrize("name", ["deferred", "resident"])
+def test_nothing_is_written_before_all_is_copied_or_there_is_no_room(name, tmp_path):
+    for number, batches_at_once in enumerate((1000, 2)):
+        order = Order()
+        with start(name, tracer=order) as it:
+            it.step(batches()[0])
+            it.save_beside(
+                tmp_path / str(number), buffer_bytes=batches_at_once * BATCH_BYTES
+            ).result()
+        copies, first = order.begun.count("copy"), order.begun.index("write")
+        assert copies == order.begun.count("write") > 10
+        assert first == copies if batches_at_once == 1000 else first <= 2 + 8
+
+
+# Memory that is made ahead.
+
+
+def wait_for_memory():
+    while any(thread.name.startswith("save-memory") for thread in threading.enumerate()):
+        time.sleep(0.001)
+
+
+def test_memory_is_made_ahead_and_taken_by_the_next_save(tmp_path, stopped):
+    made = []
+
+    def save(it, step):
+        if step == 2:
+            it.prepare_save(buffer_bytes=5 * BATCH_BYTES)
+            it.prepare_save(buffer_bytes=5 * BATCH_BYTES)
+            wait_for_memory()
+            made.append(it._save_memory._ahead)
+            made.extend(it._save_memory._ahead._unused)
+        if step in SAVED_AFTER:
+            assert it.save_beside(tmp_path, {"step": step}).path.name
+            assert it._save_memory._ahead is None
+
+    found = run("deferred", save)
+    buffer, *memory = made
+    assert len(memory) == 5
+    assert {id(array) for array in memory} <= {id(array) for array in buffer._unused}
+    wanted, wanted_files = stopped("deferred")
+    assert_bitwise_equal(found, wanted)
+    assert files(tmp_path) == wanted_files
+
+
+def test_memory_that_no_save_takes_is_freed(tmp_path):
+    with start("deferred") as it:
+        it.step(batches()[0])
+        it.prepare_save(buffer_bytes=3 * BATCH_BYTES)
+        first = it._save_memory._ahead
+        it.prepare_save(buffer_bytes=4 * BATCH_BYTES)
+        second = it._save_memory._ahead
+        it.save_beside(tmp_path, buffer_bytes=6 * BATCH_BYTES).result()
+        it.prepare_save(buffer_bytes=4 * BATCH_BYTES)
+        third = it._save_memory._ahead
+        it.save_beside(tmp_path).result()  # is there: nothing is copied
+        it.prepare_save(buffer_bytes=4 * BATCH_BYTES)
+        last = it._save_memory._ahead
+    wait_for_memory()
+    assert len({id(buffer) for buffer in (first, second, third, last)}) == 4
+    assert all(buffer._unused == [] for buffer in (first, second, third, last))
+    with pytest.raises(UserError, match="closed"):
+        it.prepare_save()
+
+
+def test_memory_is_no_longer_made_once_it_is_used():
+    buffer = CopyBuffer(1000 * BATCH_BYTES)
+    batch = Batch(chunk=0, pieces=(), num_bytes=BATCH_BYTES, is_last=True)
+    memory = buffer.take(batch)
+    buffer.make_ahead()
+    assert buffer._unused == []
+    buffer.give_back(memory)
+    assert buffer.take(batch) is memory
+
+
 # Failures.
 
 
