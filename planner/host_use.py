@@ -10,7 +10,7 @@ from functools import lru_cache
 from slidedp_jax.planner import sliced_head
 from slidedp_jax.planner.chunking import Chunks
 from slidedp_jax.planner.hardware import HardwareProfile
-from slidedp_jax.planner.pinned_pool import pool_regions
+from slidedp_jax.planner.pinned_pool import pool_regions, resident_copy_bytes
 from slidedp_jax.planner.strategy import GradientRoute, Strategy
 from slidedp_jax.planner.training_state import MASTER_BYTES, resident_parameters
 from slidedp_jax.planner.workload import Workload
@@ -41,7 +41,7 @@ def host_use(
     is kept for that, which a save beside steps has for its buffer whatever else is free; what stays
     on the devices is gathered when it is read.
     """
-    gradients, boundaries, pool = _pool(
+    gradients, boundaries, copies, pool = _pool(
         chunks,
         strategy.gradient_bytes,
         strategy.gradient_route,
@@ -53,9 +53,8 @@ def host_use(
         hardware.num_devices,
         hardware.num_hosts,
     )
-    in_pool = gradients + boundaries
-    if hardware.unified_memory:  # the CPU backend has no page-locked pool
-        pool = in_pool
+    if hardware.unified_memory:  # the CPU backend has no page-locked pool, and copies nothing
+        copies, pool = 0.0, gradients + boundaries
     own = chunks.padded_parameters - resident_parameters(chunks, strategy)
     padded = own / hardware.num_hosts
     passing = chunks.all[: strategy.resident_chunks]
@@ -71,7 +70,8 @@ def host_use(
         "state_in_passing": float((MASTER_BYTES + optimizer_state_bytes) * max(saved, read)),
         "waiting_gradients": gradients,
         **({"host_boundaries": boundaries} if boundaries else {}),
-        "pinned_pool_overhead": pool - in_pool,
+        **({"resident_copies": copies} if copies else {}),
+        "pinned_pool_overhead": pool - gradients - boundaries - copies,
         **_several_gpus(hardware, (MASTER_BYTES + optimizer_state_bytes) * padded),
         "runtime_reserve": hardware.host_reserve_bytes
         * (1 if hardware.unified_memory else hardware.num_devices),
@@ -97,8 +97,8 @@ def _pool(
     num_boundaries: int,
     num_devices: int,
     num_hosts: int,
-) -> tuple[float, float, float]:
-    """Bytes of all waiting gradients, of all boundaries, and of the pool that holds both."""
+) -> tuple[float, float, float, float]:
+    """Bytes of all waiting gradients, of all boundaries, of a save's copies, and of their pool."""
     projection = sliced_head.projection_chunk(chunks, tied=tied)
     shards = num_devices if gradient_route == "reduce_scatter" else 1
     requests = [
@@ -108,8 +108,11 @@ def _pool(
         for _ in range(num_devices * slices)  # each device's share of the sum, or all of its own
     ]
     boundaries = [boundary_bytes] * num_boundaries
-    pool = float(sum(pool_regions(boundaries + requests)))
-    return float(sum(requests)), sum(boundaries), pool
+    copies = resident_copy_bytes(
+        [chunk.padded_parameters / num_hosts for chunk in chunks.all[:resident_chunks]]
+    )
+    pool = float(sum(pool_regions([*boundaries, copies, *requests])))
+    return float(sum(requests)), sum(boundaries), copies, pool
 
 
 def _several_gpus(hardware: HardwareProfile, state_bytes: float) -> dict[str, float]:

@@ -20,9 +20,25 @@ from slidedp_jax.planner.hardware import MIB
 SMALLEST_REGION_BYTES = 2 * MIB
 ROOM_FOR_OTHERS_BYTES = 64 * MIB
 """For what else is copied by way of page-locked memory: token ids, losses."""
+_SAVED_AT_ONCE_BYTES = 768 * MIB
+"""What a save that steps wait for has on its way from the devices: twelve pieces of 64 MiB."""
 _SPLIT_FROM_BYTES = 128 * MIB
 """A chunk of the pool is split when at least so much, or half of it, would be left over."""
 _STEPS_PER_NEED = 32
+
+
+def resident_copy_bytes(sizes: Sequence[float]) -> float:
+    """Page-locked memory for what a save takes of the state that stays on the devices.
+
+    Beside steps, an array at a time leaves as a whole (`update.resident_copies`): fp32 moments, or
+    both halves of the weights. Without its own room the pool would grow in the middle of a step, to
+    twice what it was, and the step would wait for it.
+
+    Args:
+      sizes: padded parameters of each part of the model that stays, on this host.
+    """
+    arrays = [4.0 * size for size in sizes]
+    return max(max(arrays, default=0.0), min(_SAVED_AT_ONCE_BYTES, sum(arrays)))
 
 
 def pool_regions(requests: Sequence[float]) -> tuple[int, ...]:

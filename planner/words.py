@@ -32,6 +32,7 @@ CATEGORY_WORDS = {
     "waiting_gradients": "of a step, until their norm is known",
     "state_in_passing": "of the layers being saved or read",
     "host_boundaries": "what passes between layers, from forward to backward",
+    "resident_copies": "page-locked, for what a save takes of the state on the GPU",
     "pinned_pool_overhead": "XLA's page-locked memory comes in powers of two",
     "several_gpus": "measured with two GPUs beside all else",
     "compute_devices": "what the CPU devices that compute hold",

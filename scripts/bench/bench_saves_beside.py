@@ -108,13 +108,13 @@ def beside(
     from slidedp_jax.checkpoint.record import read_record
 
     trainer = steps.trainer
-    wanted = checksums_now(trainer)
     size = trainer.store.owned_bytes
     buffer_bytes = size + GIB if buffer == ALL else int(float(buffer) * GIB)
     if made_ahead:
         trainer.prepare_save(buffer_bytes=buffer_bytes)
         while any(thread.name.startswith("save-memory") for thread in threading.enumerate()):
             steps.step()
+    wanted = checksums_now(trainer)
     cpu, before_gib, peak_gib = time.process_time(), rss_gib(), rss_gib()
     begun = time.perf_counter()
     saving = trainer.save_beside(args.folder, buffer_bytes=buffer_bytes)

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 
 from slidedp_jax.errors import UserError
 from slidedp_jax.models.streamed import StreamedModel
-from slidedp_jax.planner.pinned_pool import pool_regions
+from slidedp_jax.planner.pinned_pool import pool_regions, resident_copy_bytes
 from slidedp_jax.planner.strategy import Strategy
 from slidedp_jax.state.host_share import WHOLE, HostShare
 from slidedp_jax.state.host_store import HostStore
@@ -94,15 +94,17 @@ def make_state(
 def gradient_regions(
     layouts: Sequence[ChunkLayout], strategy: Strategy, num_devices: int
 ) -> tuple[int, ...]:
-    """Page-locked regions that hold what a step sends off this host's devices, bytes each.
+    """Page-locked regions that hold what leaves this host's devices, bytes each.
 
-    Boundary activations, which have their places for good, then all gradients.
+    Boundary activations, which have their places for good, what a save copies of the state that
+    stays on the devices, then all gradients of a step.
     """
     by_host = strategy.gradient_route == "host_sum"
     copies, share = (num_devices, 1) if by_host else (1, num_devices)
     requests: list[float] = [strategy.host_boundary_bytes] * (
         strategy.host_boundaries * strategy.num_microbatches * num_devices
     )
+    requests.append(resident_copy_bytes(resident_sizes(layouts, strategy.num_hosts)))
     for layout in reversed(layouts):
         if not layout.resident:
             for part in layout.trained_parts:
@@ -111,6 +113,12 @@ def gradient_regions(
                 size = of_host * strategy.gradient_bytes / share / slices
                 requests += [size] * (copies * share * slices)
     return pool_regions(requests)
+
+
+def resident_sizes(layouts: Sequence[ChunkLayout], num_hosts: int) -> list[float]:
+    """Padded parameters, on one host, of each part whose state stays on the devices."""
+    own = [layout.parts for layout in layouts if layout.resident]
+    return [part.padded_size / num_hosts for parts in own for part in parts]
 
 
 def check_host_devices(strategy: Strategy, num_host_devices: int, num_devices: int) -> None:

@@ -16,9 +16,6 @@ import numpy as np
 from slidedp_jax.state.device_state import DevicePartState
 from slidedp_jax.state.layout import spans
 
-LIMIT_BYTES = 1 << 30
-"""Most page-locked memory at once, if one group of arrays takes no more."""
-
 
 @dataclass
 class _Sent:
@@ -50,9 +47,13 @@ class _Sent:
 
 
 class ResidentCopies:
-    """Arrays of parts on the devices; each element of an array is asked for once."""
+    """Arrays of parts on the devices; each element of an array is asked for once.
 
-    def __init__(self, limit_bytes: int = LIMIT_BYTES):
+    Args:
+      limit_bytes: most page-locked memory at once, if one group of arrays takes no more.
+    """
+
+    def __init__(self, limit_bytes: float):
         self._limit = limit_bytes
         self._sent: dict[tuple[DevicePartState, tuple[int, ...]], _Sent] = {}
         self._changed = threading.Condition()

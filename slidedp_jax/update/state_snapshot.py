@@ -14,9 +14,11 @@ from collections.abc import Sequence
 import ml_dtypes
 import numpy as np
 
+from slidedp_jax.planner.pinned_pool import resident_copy_bytes
 from slidedp_jax.state.fences import Fences
 from slidedp_jax.state.host_store import HostStore
 from slidedp_jax.state.split_float import join_into
+from slidedp_jax.state.starting_state import resident_sizes
 from slidedp_jax.update.resident_copies import ResidentCopies
 from slidedp_jax.update.update_thread import HostOptimizer
 
@@ -45,7 +47,8 @@ class StateSnapshot:
             for number, layout in enumerate(store.layouts)
             for slot in layout.slots
         }
-        self._resident = ResidentCopies()
+        sizes = resident_sizes(store.layouts, store.share.num_hosts)
+        self._resident = ResidentCopies(resident_copy_bytes(sizes))
         self._held_before_s = fences.held_s
         fences.begin_snapshot(version, set(self._chunks.values()))
 

@@ -135,11 +135,11 @@ def test_fewer_rows_that_fit_the_devices_are_named(capsys):
 
 def test_fewer_rows_that_fit_the_host_are_named(capsys):
     job = ["--preset", "qwen3-8b", "--hardware", "rtx4090"]
-    assert main([*job, "--tokens_per_step", "65536"]) == 1
+    assert main([*job, "--tokens_per_step", "32768"]) == 1
     error = capsys.readouterr().err
-    plan = planned(capsys, *job, "--tokens_per_step", "32768")
+    plan = planned(capsys, *job, "--tokens_per_step", "16384")
     need = plan["chosen"]["memory"]["host_bytes"] / 2**30
-    line = "- a step of 8 rows of 4,096 tokens (--tokens_per_step 32768) fits: "
+    line = "- a step of 4 rows of 4,096 tokens (--tokens_per_step 16384) fits: "
     assert f"{line}{need:.2f} GiB of host memory, " in error
     assert f", {plan['chosen']['time']['tokens_per_s']:,.0f} tokens/s.\n" in error
 

@@ -14,7 +14,7 @@ from slidedp_jax.planner.chunking import chunk_stages, padded_size
 from slidedp_jax.planner.device_phases import device_phases, packed_attention_bytes
 from slidedp_jax.planner.hardware import GIB, MIB
 from slidedp_jax.planner.memory import memory_use
-from slidedp_jax.planner.pinned_pool import pool_regions
+from slidedp_jax.planner.pinned_pool import pool_regions, resident_copy_bytes
 from slidedp_jax.planner.presets import named_hardware
 from slidedp_jax.planner.search import plan
 from slidedp_jax.planner.strategy import GRADIENTS_IN_FLIGHT, Strategy
@@ -316,7 +316,7 @@ def test_the_pool_has_room_for_what_else_is_copied():
 
 
 def test_the_pool_is_made_for_gradients_in_the_order_of_backward(monkeypatch):
-    """The head's first, the embedding's last; those of resident chunks do not travel."""
+    """The head's first, the embedding's last; of resident chunks, what a save copies of them."""
     asked = []
     monkeypatch.setattr(host_use, "pool_regions", lambda requests: asked.append(requests) or (7,))
     host_use._pool.cache_clear()
@@ -325,8 +325,26 @@ def test_the_pool_is_made_for_gradients_in_the_order_of_backward(monkeypatch):
         strategy = replace(STRATEGY, resident_chunks=resident_chunks)
         use = memory_use(workload, BATCH, strategy, named_hardware("h200"))
         assert use.pinned_pool_bytes == 7
-    # Blocks of 4 on 2 devices: embed 40, four chunks of two layers 72, head 8; 2 bytes each.
-    assert asked == [[16, *[144] * 4, 80], [16, *[144] * 3]]
+    # Blocks of 4 on 2 devices: embed 40, four chunks of two layers 72, head 8; 2 bytes each of
+    # gradients, and 4 of what stays.
+    assert asked == [[0, 16, *[144] * 4, 80], [4 * (40 + 72), 16, *[144] * 3]]
+
+
+def test_a_save_has_room_for_the_largest_array_that_stays():
+    assert resident_copy_bytes([]) == 0
+    assert resident_copy_bytes([1000, 2000]) == 12000  # all of them
+    layers, embedding = [50 * 10**6] * 20, 400 * 10**6
+    assert resident_copy_bytes(layers) == 768 * MIB
+    assert resident_copy_bytes([embedding, *layers]) == 4 * embedding
+
+
+def test_room_for_a_save_is_planned_on_gpus_alone():
+    workload, strategy = _workload(8, tied=True), replace(STRATEGY, resident_chunks=2)
+    host = memory_use(workload, BATCH, strategy, named_hardware("h200")).host
+    assert host["resident_copies"] == 4 * (40 + 72)
+    unified = replace(named_hardware("h200"), unified_memory=True)
+    assert "resident_copies" not in memory_use(workload, BATCH, strategy, unified).host
+    assert "resident_copies" not in memory_use(workload, BATCH, STRATEGY, unified).host
     host_use._pool.cache_clear()
 
 

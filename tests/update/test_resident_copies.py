@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from slidedp_jax.state.device_state import DevicePartState
 from slidedp_jax.state.layout import FlatLayout, Slot
+from slidedp_jax.update import resident_copies
 from slidedp_jax.update.resident_copies import ResidentCopies
 
 BLOCK, DTYPES = 8, (np.float16, np.int16, np.float32)
@@ -33,7 +34,7 @@ def part_of(num_devices, num_parameters, padded=960):
 @pytest.mark.parametrize("num_devices", [1, 5])
 def test_all_that_is_asked_for_is_copied_and_then_let_go_of(num_devices):
     part, values = part_of(num_devices, 953)
-    copies = ResidentCopies()
+    copies = ResidentCopies(limit_bytes=1 << 30)
     groups = {
         (0, 1): [np.zeros(953, np.float16), np.zeros(953, np.int16)],
         (2,): [np.zeros(953, np.float32)],
@@ -52,6 +53,28 @@ def test_all_that_is_asked_for_is_copied_and_then_let_go_of(num_devices):
         for index, out in zip(group, outs, strict=True):
             np.testing.assert_array_equal(out, values[index][:953])
     assert copies.num_bytes == 0
+
+
+def test_the_memory_of_a_share_is_taken_by_one_thread(monkeypatch):
+    """Two that take that of the same array at once can end the process."""
+    part, values = part_of(2, 960)
+    taken, asarray = [], np.asarray
+
+    def slow(array, *words, **more):
+        if isinstance(array, jax.Array):
+            taken.append(threading.get_ident())
+            threading.Event().wait(0.05)
+        return asarray(array, *words, **more)
+
+    monkeypatch.setattr(resident_copies.np, "asarray", slow)
+    copies = ResidentCopies(limit_bytes=1 << 30)
+    out = np.zeros(960, np.float32)
+    with ThreadPoolExecutor(8) as pool:
+        list(
+            pool.map(lambda n: copies.read_into(part, n, {2: out[n : n + 120]}), range(0, 960, 120))
+        )
+    np.testing.assert_array_equal(out, values[2])
+    assert len(taken) == 2  # shares
 
 
 def test_a_group_waits_until_another_has_been_copied():
