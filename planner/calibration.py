@@ -39,9 +39,10 @@ def layer_matmul_rate(
     """
     forward = matmul_forward_flops(batch.num_tokens, stage.matmul_parameters)
     spared = matmul_forward_flops(batch.num_tokens, stage.last_matmul_parameters)
-    attention = (2 + ATTENTION_BACKWARD) * batch.num_rows * stage.attention_flops(batch)
+    attention_s = stage.attention_s(batch, attention_flops_per_s)
+    attention_s *= (2 + ATTENTION_BACKWARD) * batch.num_rows
     moved = (2 + ELEMENTWISE_BACKWARD) * stage.elementwise_elements * batch.num_tokens
-    others_s = attention / attention_flops_per_s + element_bytes * moved / memory_bytes_per_s
+    others_s = attention_s + element_bytes * moved / memory_bytes_per_s
     left_s = seconds - others_s
     if left_s <= 0:
         raise ValueError(

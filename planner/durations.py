@@ -177,9 +177,8 @@ class _Costs:
             if kept:
                 again_flops = 0.0
             elif attention and stage.attention_elements:
-                attended = self._strategy.rows_per_microbatch * stage.attention_flops(self._batch)
-                again_s = stage_forward_s - attended / self._attention_rate
-                again_flops -= attended
+                again_s = stage_forward_s - self._attention_s(stage)
+                again_flops -= self._attention_flops(stage)
             else:
                 again_s = stage_forward_s
             if self._strategy.layer_block_tokens:
@@ -272,8 +271,7 @@ class _Costs:
         grouped = matmul_forward_flops(self._tokens, stage.grouped_parameters)
         grouped_s = grouped / (self._matmul_rate * self._hardware.grouped_matmul_share)
         matmul_s = max((matmul - grouped) / self._matmul_rate + grouped_s, read_s)
-        attention = self._strategy.rows_per_microbatch * stage.attention_flops(self._batch)
-        attention_s = attention / self._attention_rate
+        attention, attention_s = self._attention_flops(stage), self._attention_s(stage)
         elementwise_s = self._elementwise_s(stage.elementwise_elements * self._tokens)
         return (
             matmul_s + attention_s + elementwise_s,
@@ -281,6 +279,13 @@ class _Costs:
             matmul + attention,
             2 * matmul + ATTENTION_BACKWARD * attention,
         )
+
+    def _attention_flops(self, stage: StageWork) -> float:
+        return self._strategy.rows_per_microbatch * stage.attention_flops(self._batch)
+
+    def _attention_s(self, stage: StageWork) -> float:
+        rows = self._strategy.rows_per_microbatch
+        return rows * stage.attention_s(self._batch, self._attention_rate)
 
     def _memory_s(self, num_bytes: float) -> float:
         return num_bytes / self._hardware.device_memory_bytes_per_s

@@ -10,6 +10,7 @@ HFU only. Element-wise work counts nothing in either.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 
@@ -55,6 +56,26 @@ def matmul_forward_flops(num_tokens: float, matmul_parameters: float) -> float:
 def attention_forward_flops(num_pairs: float, num_heads: int, head_dim: int) -> float:
     """Forward operations of scores and weighted values of one layer."""
     return 4.0 * num_pairs * num_heads * head_dim
+
+
+ATTENTION_RATES_AT = 4096
+"""Tokens that attend to each other at which rates of attention are stated."""
+_LONGEST_FASTER = 1 << 18
+_FASTER_PER_DOUBLING = 1 / 18
+
+
+def faster_attention(span: float) -> float:
+    """How much faster the fused kernel is on long rows than on rows of `ATTENTION_RATES_AT`.
+
+    By an eighteenth of that rate with each doubling: on an H200, forward and backward with 32
+    query heads of 128, 450 TFLOP/s at 4,096 tokens, 551 at 65,536 (from a step), 593 at 262,144
+    and 590 at 524,288.
+
+    Args:
+      span: tokens of a row that attend to each other: twice the mean number of keys of a query.
+    """
+    longer = min(max(span, ATTENTION_RATES_AT), _LONGEST_FASTER) / ATTENTION_RATES_AT
+    return 1 + _FASTER_PER_DOUBLING * math.log2(longer)
 
 
 def model_flops(forward_flops: float) -> float:

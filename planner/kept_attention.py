@@ -23,8 +23,8 @@ def attention_pays_first(job: Job, strategy: Strategy) -> bool:
         return False
     hardware = job.hardware
     slower = hardware.matmul_flops_per_s(strategy.compute_dtype) / hardware.bf16_matmul_flops_per_s
-    attention_s = stage.attention_flops(job.batch) / job.batch.seq_length
-    attention_s /= hardware.attention_flops_per_s * min(1.0, slower)
+    rate = hardware.attention_flops_per_s * min(1.0, slower)
+    attention_s = stage.attention_s(job.batch, rate) / job.batch.seq_length
     others_s = matmul_forward_flops(1, stage.matmul_parameters)
     others_s /= hardware.matmul_flops_per_s(strategy.compute_dtype)
     return attention_s / stage.attention_elements > CLEARLY * others_s / others

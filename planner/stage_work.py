@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from slidedp_jax.planner.flops import attention_forward_flops, row_pairs
+from slidedp_jax.planner.flops import attention_forward_flops, faster_attention, row_pairs
 
 Shape = tuple[int, ...]
 
@@ -113,6 +113,19 @@ class StageWork:
             return 0.0
         pairs = row_pairs(batch.seq_length, batch.document_lengths, self.window)
         return attention_forward_flops(pairs, self.attention_heads, self.attention_head_dim)
+
+    def attention_s(self, batch: BatchShape, flops_per_s: float) -> float:
+        """Seconds of forward attention of one row.
+
+        Args:
+          batch: shape of the rows.
+          flops_per_s: of the fused kernel at `flops.ATTENTION_RATES_AT` tokens.
+        """
+        if self.attention_heads == 0:
+            return 0.0
+        pairs = row_pairs(batch.seq_length, batch.document_lengths, self.window)
+        faster = faster_attention(2 * pairs / batch.seq_length)
+        return self.attention_flops(batch) / (flops_per_s * faster)
 
 
 def parameter_groups(shapes: Mapping[str, Shape]) -> tuple[int, ...]:

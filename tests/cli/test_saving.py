@@ -199,7 +199,7 @@ def test_a_save_that_will_hold_steps_up_is_noted_before():
     (note,) = save_notes(arguments, tight, size, None)
     buffer_bytes = planned_buffer_bytes(tight)
     assert tight.chosen.memory.host["state_in_passing"] <= buffer_bytes < 0.3 * size
-    copied_s = buffer_bytes / 12e9 + (size - buffer_bytes) / 1.5e9
+    copied_s = buffer_bytes / 14e9 + (size - buffer_bytes) / 1.5e9
     seconds = copied_s - tight.chosen.time.step_s
     assert f"holds steps up for about {seconds:.1f} s: " in note
     assert save_notes(arguments, ample, size, None) == []

@@ -17,12 +17,12 @@ def test_checkpoints_are_whole_before_one_goes():
 
 
 def test_a_save_holds_steps_up_for_what_does_not_fit_while_a_step_runs():
-    """48 GB through 12 to a disk of 2 GB/s: 1 s of copies and 18 s of writes, 2 within a step."""
-    assert COPY_BYTES_PER_S == 12e9
-    assert stall_s(48e9, 12e9, 2e9, 2.0) == 17.0
-    assert stall_s(48e9, 12e9, 2e9, 30.0) == 0.0
-    assert stall_s(48e9, 50e9, 2e9, 0.0) == 4.0
-    assert stall_s(48e9, 50e9, 2e9, 5.0) == 0.0
+    """42 GB through 14 to a disk of 2 GB/s: 1 s of copies and 14 s of writes, 2 within a step."""
+    assert COPY_BYTES_PER_S == 14e9
+    assert stall_s(42e9, 14e9, 2e9, 2.0) == 13.0
+    assert stall_s(42e9, 14e9, 2e9, 30.0) == 0.0
+    assert stall_s(42e9, 50e9, 2e9, 0.0) == 3.0
+    assert stall_s(42e9, 50e9, 2e9, 5.0) == 0.0
 
 
 def test_no_checkpoint_is_refused():
