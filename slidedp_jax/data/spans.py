@@ -149,7 +149,7 @@ class _Rendering:
         """
         if len(said) <= MANY:
             return [self.span_of(index) for index in said]
-        alike = AlikeTurns(self.row, self.text, self._try_render)
+        alike = AlikeTurns(self.row, self.text, self._try_render, self.special_texts)
         spans = []
         for index in said:
             if (span := alike.span_of(index)) is None:

@@ -29,6 +29,35 @@ TEMPLATES |= {
     f"headed {name}": HEADED + TEMPLATES[name]
     for name in ("EOS_AT_THE_END", "CALLS_AS_JSON", "NO_GENERATION_PROMPT")
 }
+# White space that the prompt has and the answer's place has not, and cut off in some renderings.
+_BODY = "{{ ('' if loop.first else '\n') + m.role + ':' + CONTENT + '</s>' }}"
+_TURNS = "{% for m in messages %}" + _BODY + "{% endfor %}"
+_PROMPT = "{% if add_generation_prompt %}{{ '\nassistant:' + BLANK }}{% endif %}"
+
+
+def _blanks(content="m.content", blank="''", close=True) -> str:
+    source = (_TURNS + _PROMPT).replace("CONTENT", content).replace("BLANK", blank)
+    return source if close else source.replace(" + '</s>'", "")
+
+
+BLANKS = {
+    "plain": _blanks(),
+    "prompt ends in a space": _blanks(blank="' '"),
+    "prompt ends in lines": _blanks(blank="'\n\n'"),
+    "open": _blanks(close=False),
+    "last trimmed": _blanks("(m.content | trim if loop.last else m.content)"),
+    "last trimmed, open": _blanks("(m.content | trim if loop.last else m.content)", close=False),
+    "last without lines, open": _blanks(
+        "(m.content.rstrip('\n') if loop.last else m.content)", close=False
+    ),
+    "begins without lines": _blanks("m.content.lstrip('\n')"),
+    "ends without spaces, open": _blanks("m.content.rstrip(' ')", close=False),
+    "trimmed": _blanks("(m.content | trim)"),
+    "trimmed, two spaces": _blanks("'  ' + (m.content | trim) + ' '"),
+    "answers trimmed": _blanks("(m.content | trim if m.role == 'assistant' else m.content)"),
+    "all trimmed, open": "{% set all %}" + _blanks(close=False) + "{% endset %}{{ all | trim }}",
+}
+TEMPLATES |= {f"blanks: {name}": source for name, source in BLANKS.items()}
 COMPILED = {
     name: ChatTemplate(source, origin=name, special_tokens={"eos_token": "</s>"})
     for name, source in TEMPLATES.items()
@@ -44,8 +73,11 @@ ODD = st.sampled_from(
         f"{THOUGHT}c",
         "</think>",
         " \n",
+        "</s>  ",
+        "\n\n </s>",
     ]
 )
+BLANK = st.sampled_from(["", " ", "\n", "  ", "\n\n", " \n", "\n ", "   ", "\t", "\n\n\n"])
 
 
 def row_of(messages) -> ChatRow:
@@ -60,15 +92,16 @@ def conversations(draw) -> ChatRow:
     messages = [{"role": "system", "content": "sys"}] if system else []
     reasons, calls = draw(st.booleans()), draw(st.sampled_from([0, 0, 0, 1, 3]))
     odd = draw(st.sets(st.integers(0, 24), max_size=3))
+    blanks = st.sampled_from(draw(st.lists(BLANK, max_size=3)) or [""])
 
     def words() -> str:
-        return draw(ODD if len(messages) in odd else WORDS)
+        return draw(blanks) + draw(ODD if len(messages) in odd else WORDS) + draw(blanks)
 
     def answer(**extra) -> dict:
-        thought = THOUGHT if reasons and draw(st.integers(0, 4)) else ""
+        thought = draw(blanks) + THOUGHT if reasons and draw(st.integers(0, 4)) else ""
         return {"role": "assistant", "content": thought + words(), **extra}
 
-    for _ in range(draw(st.integers(alike_turns.MANY + 1, alike_turns.MANY + 5))):
+    for _ in range(alike_turns.MANY + draw(st.sampled_from([1, 3, 5, 5, 20]))):
         messages.append({"role": "user", "content": words()})
         if calls and not draw(st.integers(0, 2)):
             for _ in range(draw(st.integers(1, calls))):
@@ -89,7 +122,10 @@ def located(row, template, specials):
         return str(error)
 
 
-OFTEN = ("CHATML", "DROPS_OLD_REASONING", "INSTRUCTION", "CALLS_AS_JSON", "headed EOS_AT_THE_END")
+OFTEN = (
+    *("CHATML", "DROPS_OLD_REASONING", "INSTRUCTION", "CALLS_AS_JSON", "headed EOS_AT_THE_END"),
+    "blanks: last without lines, open",
+)
 
 
 @pytest.mark.parametrize("name", mostly_thorough(TEMPLATES, OFTEN))
@@ -127,6 +163,8 @@ def long_row(turns, kind) -> ChatRow:
     messages = []
     for i in range(turns):
         words = f"{i} " + "w" * (i % 7)
+        if kind == "blanks":
+            words = "\n" * (i % 3) + words + " " * (i % 2) + "\n" * (i % 4)
         messages.append({"role": "user", "content": words})
         if kind == "calls":
             call = {"type": "function", "function": {"name": "f", "arguments": {"x": words}}}
@@ -137,7 +175,7 @@ def long_row(turns, kind) -> ChatRow:
     return row_of(messages)
 
 
-@pytest.mark.parametrize("kind", ["plain", "reasoning", "calls"])
+@pytest.mark.parametrize("kind", ["plain", "reasoning", "calls", "blanks"])
 @pytest.mark.parametrize("name", ["CHATML", "DROPS_OLD_REASONING", "INSTRUCTION", "CALLS_AS_JSON"])
 def test_the_number_of_renderings_does_not_grow_with_the_conversation(name, kind, monkeypatch):
     """Each takes a time in proportion to the conversation: so is all of it."""

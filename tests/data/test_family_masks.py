@@ -7,12 +7,14 @@ makes its assistant mask; here the template without marks is rendered and the an
 from __future__ import annotations
 
 import json
+import random
 
 import pytest
 from byte_tokenizer import write_tokenizer
 from family_templates import CHATML, LLAMA3, MISTRAL, QWEN3, QWEN25, SMOLLM2, SPECIALS, plain
 from lanes import mostly_thorough
 
+from slidedp_jax.data import spans as all_spans
 from slidedp_jax.data import IGNORED, ExampleSettings, load_examples, load_tokenizer
 from slidedp_jax.data.chat_template import ChatTemplate
 from slidedp_jax.data.rows import ChatRow
@@ -121,6 +123,40 @@ def test_the_spans_are_those_that_the_marks_enclose(family, name, tools, kwargs,
     assert located.text == text
     assert [text[slice(*span)] for span in located.learnt] == [text[slice(*s)] for s in spans]
     assert located.learnt == spans
+
+
+def blank_row(turns):
+    """Every message with white space around it, hardly two of the same."""
+    rng, messages = random.Random(0), []
+    for i in range(turns // 2):
+        asked, answered = (f"{i} Python{' ab' * rng.randrange(5)}" for _ in range(2))
+        blanks = ["".join(rng.choices(" \n", k=rng.randrange(6))) for _ in range(4)]
+        messages += [user(blanks[0] + asked + blanks[1]), said(blanks[2] + answered + blanks[3])]
+    train = tuple(m["role"] == "assistant" for m in messages)
+    return ChatRow(source="f:1", messages=messages, train=train)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_eight_hundred_turns_with_white_space_around_them(family, monkeypatch):
+    """The marked template's spans, by few renderings though each takes long."""
+    row = blank_row(800)
+    text, expected = ChatTemplate(FAMILIES[family], origin="marked").render_marked(row.messages)
+    template, rendered = ChatTemplate(plain(FAMILIES[family]), origin="plain"), []
+    render = ChatTemplate.render
+    monkeypatch.setattr(
+        ChatTemplate, "render", lambda *a, **k: rendered.append(1) or render(*a, **k)
+    )
+    located = locate(row, template, SPECIALS)
+    assert (located.text, located.learnt) == (text, expected)
+    assert len(expected) == 400 and len(rendered) < 200
+
+
+@pytest.mark.parametrize("family", mostly_thorough(FAMILIES, {"chatml"}))
+def test_white_space_is_whose_it_is_where_each_answer_is_measured(family, monkeypatch):
+    row, template = blank_row(800), ChatTemplate(plain(FAMILIES[family]), origin="plain")
+    found = locate(row, template, SPECIALS)
+    monkeypatch.setattr(all_spans, "MANY", 10**9)
+    assert locate(row, template, SPECIALS) == found
 
 
 @pytest.mark.parity
