@@ -5,13 +5,16 @@ import os
 import pathlib
 import subprocess
 import sys
+from dataclasses import replace
 
+import jax
 import optax
 import pytest
 from streamed_training import small_config, strategy, trainer
 
 from slidedp_jax import UserError
 from slidedp_jax.compilation_cache import cache_folder
+from slidedp_jax.process import current_setup
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -254,6 +257,19 @@ def test_arguments_that_contradict_are_refused():
     done = run(EACH.format(refused=refused))
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [*messages]
+
+
+def test_the_named_devices_are_taken_and_no_others(monkeypatch):
+    """Four devices of this process stand for the GPUs that JAX lists."""
+    cpus = jax.devices("cpu")
+    monkeypatch.setattr(jax, "devices", lambda *backend: cpus if backend else cpus[:4])
+    setup = replace(current_setup(), platform="cuda", num_devices=2, device_ids=(1, 3))
+    compute, host = setup.devices()
+    assert compute == [cpus[1], cpus[3]] == setup.own_devices()
+    assert len(host) == setup.num_host_devices
+    for asked in ({"device_ids": (1, 4), "num_devices": 2}, {"device_ids": None, "num_devices": 8}):
+        with pytest.raises(RuntimeError, match=r"not enough GPUs \(4 visible\)"):
+            replace(setup, **asked).devices()
 
 
 def test_device_counts_that_do_not_fit_the_process_are_refused():

@@ -1,6 +1,7 @@
 """Asking before buying: other machines as they are, what would fit, and no weights for it."""
 
 import importlib.util
+import json
 import re
 import shutil
 import sys
@@ -81,6 +82,17 @@ def test_a_dry_run_needs_no_weights(asked, without_weights):
     assert code == 0 and f"there are no weights in {without_weights}, so they are not" in said
     code, _, error = asked(model_name_or_path=without_weights)
     assert code == 1 and "model.safetensors" in error
+
+
+def test_an_incomplete_download_is_refused_by_a_dry_run_too(asked, inputs, without_weights):
+    """One of two files is not there, whatever the other holds."""
+    first, second = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+    shutil.copy(inputs.model / "model.safetensors", without_weights / first)
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": first, "model.norm.weight": second}}
+    (without_weights / "model.safetensors.index.json").write_text(json.dumps(index))
+    for settings in ({}, {"dry_run": True}):
+        code, _, error = asked(model_name_or_path=without_weights, **settings)
+        assert code == 1 and f"{second}. The download looks incomplete" in error
 
 
 def test_a_hub_names_weights_are_fetched_after_the_plan(

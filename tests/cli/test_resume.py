@@ -51,6 +51,47 @@ def test_more_steps_of_the_same_command_continue_bitwise(inputs, straight, tmp_p
     assert [m["num_tokens"] for m in metrics(out)] == [m["num_tokens"] for m in metrics(straight)]
 
 
+@pytest.fixture(scope="module")
+def warmed_up(inputs, tmp_path_factory):
+    """Twenty steps, five of them warm-up, of a cosine."""
+    out = tmp_path_factory.mktemp("warmed_up") / "run"
+    inputs.train(out, **COSINE)
+    (out / "export").mkdir()  # which `cut_back` removes
+    return out
+
+
+COSINE = {"max_steps": 20, "lr_scheduler_type": "cosine", "warmup_steps": 5}
+COSINE |= {"save_steps": 3, "save_total_limit": 20}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("step", [3, 6, 18])
+def test_rates_after_a_stop_are_those_of_the_unbroken_run(inputs, warmed_up, tmp_path, step):
+    """Within warm-up, after it, and near the end."""
+    rates = [m["learning_rate"] for m in metrics(warmed_up)]
+    assert len(rates) == 20 and rates[0] == 0 and max(rates) == rates[5] == 1e-2
+    out = cut_back(warmed_up, tmp_path / "run", step)
+    lines = (out / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (out / "metrics.jsonl").write_text("".join(lines[:step]))
+    inputs.train(out, **COSINE | {"save_steps": None})
+    assert [m["learning_rate"] for m in metrics(out)] == rates
+    assert_same(warmed_up, out, 20)
+
+
+def test_a_moved_run_goes_on_where_it_is(inputs, straight, tmp_path, capsys, monkeypatch):
+    """A copy, by a link and a relative path that ends in a slash; what it came from stays."""
+    source = cut_back(straight, tmp_path / "source", 6)
+    (tmp_path / "source" / "checkpoints" / "step_00000006" / "trainer.json").chmod(0o400)
+    before = tree_of(source)
+    shutil.copytree(source, tmp_path / "there" / "copy")
+    (tmp_path / "link").symlink_to(tmp_path / "there" / "copy")
+    monkeypatch.chdir(tmp_path)
+    inputs.train("link/")
+    assert "at step 6" in capsys.readouterr().out
+    assert_same(straight, tmp_path / "there" / "copy")
+    assert tree_of(source) == before
+
+
 def test_kill_after_a_checkpoint_loses_nothing(inputs, straight, tmp_path):
     out = cut_back(straight, tmp_path / "run", 2)
     settings = {"save_steps": 2, "save_total_limit": 6}

@@ -14,7 +14,7 @@ import pytest
 from runs import ROOT, checkpoints, losses, metrics
 
 from slidedp_jax.checkpoint.record import read_record
-from slidedp_jax.checkpoint.retention import Retention, list_steps
+from slidedp_jax.checkpoint.retention import Retention, list_steps, step_of
 from slidedp_jax.errors import UserError
 from slidedp_jax.models.config import named_config
 from slidedp_jax.planner.hardware import GIB
@@ -122,6 +122,17 @@ def test_the_clock_the_best_and_every_third_decide_what_stays(inputs, tmp_path):
 
 def lines(out):
     return (out / "metrics.jsonl").read_text().splitlines()
+
+
+def test_steps_are_in_the_order_of_their_numbers(tmp_path):
+    """Also of more digits than names have zeros for."""
+    steps = [2, 10, 100, 200, 1000, 99_999_999, 100_000_000]
+    for step in reversed(steps):
+        (tmp_path / f"step_{step:08d}").mkdir()
+        (tmp_path / f"step_{step:08d}" / "trainer.json").touch()
+    assert [step_of(path) for path in list_steps(tmp_path)] == steps
+    Retention(last=2).apply(tmp_path)
+    assert [step_of(path) for path in list_steps(tmp_path)] == steps[-2:]
 
 
 def test_what_stays():

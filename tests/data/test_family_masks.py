@@ -14,8 +14,8 @@ from byte_tokenizer import write_tokenizer
 from family_templates import CHATML, LLAMA3, MISTRAL, QWEN3, QWEN25, SMOLLM2, SPECIALS, plain
 from lanes import mostly_thorough
 
-from slidedp_jax.data import spans as all_spans
 from slidedp_jax.data import IGNORED, ExampleSettings, load_examples, load_tokenizer
+from slidedp_jax.data import spans as all_spans
 from slidedp_jax.data.chat_template import ChatTemplate
 from slidedp_jax.data.rows import ChatRow
 from slidedp_jax.data.spans import locate
