@@ -87,7 +87,7 @@ def test_damage_is_named_with_its_file(run, capsys):
     assert "holds no complete checkpoint" in capsys.readouterr().err
 
 
-def test_a_copy_goes_on_as_the_original_does(run, inputs, tmp_path, capsys):
+def test_a_copy_is_the_original_byte_for_byte(run, inputs, tmp_path, capsys):
     target = tmp_path / "copy"
     assert main(["copy", str(run), str(target)]) == 0
     assert f"wrote {target}: all of" in capsys.readouterr().out
