@@ -22,6 +22,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -628,6 +629,63 @@ def say_failures_once() -> None:
             tell(raised)
 
     sys.unraisablehook = hook
+
+
+def _stats_of(event: Any) -> frozenset[str]:
+    return frozenset(str(name) for name, _ in event.stats)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TracedEvent:
+    """Something that happened while jax.profiler looked.
+
+    Attributes:
+      plane: of whom, such as `/device:GPU:0`.
+      line: where there, such as a stream.
+      name: of the event.
+      stats: gives the names of what else is known of it.
+      start_ns: as `time.time_ns` gives it.
+      duration_ns: how long it took.
+    """
+
+    plane: str
+    line: str
+    name: str
+    stats: Callable[[], frozenset[str]]
+    start_ns: int
+    duration_ns: float
+
+
+def traced_events(file: Path) -> Iterator[TracedEvent]:
+    """Events of devices, line by line, in what jax.profiler has written.
+
+    Relies on `jax.profiler.ProfileData`, on times being nanoseconds since the profile began, and on
+    the plane `Task Environment` saying when that was. The file of the same name in Chrome's format
+    is made of this one and ends after a million events.
+
+    Raises:
+      ValueError: it does not say when the profile began.
+    """
+    import jax
+
+    profile = jax.profiler.ProfileData.from_file(str(file))
+    environment = profile.find_plane_with_name("Task Environment")
+    begun = dict(environment.stats).get("profile_start_time") if environment else None
+    if begun is None:
+        raise ValueError(f"{file} does not say when the profile began")
+    for plane in profile.planes:
+        if not plane.name.startswith("/device:"):
+            continue
+        for line in plane.lines:
+            for event in line.events:
+                yield TracedEvent(
+                    plane=plane.name,
+                    line=line.name,
+                    name=event.name,
+                    stats=functools.partial(_stats_of, event),
+                    start_ns=int(begun) + round(event.start_ns),
+                    duration_ns=event.duration_ns,
+                )
 
 
 def read_arrays(item: Path, specs: Any = None) -> Any:

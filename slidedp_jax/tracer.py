@@ -48,13 +48,21 @@ class StepTracer(Tracer):
     """Sums what each lane took since it was asked last; keeps spans while it is told to.
 
     Of `compute`, `h2d` and `d2h` that is the host's time to hand the work over.
+
+    Args:
+      keep: whether spans are kept from the start on.
+
+    Attributes:
+      spans: those that are kept.
+      origin_s: when they began, by `time.perf_counter`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, keep: bool = False) -> None:
         self._lock = threading.Lock()
         self._sums: dict[tuple[SpanLane, str], float] = {}
-        self._spans: list[Span] | None = None
-        self._origin_s = 0.0
+        self._keeps = keep
+        self.spans: list[Span] = []
+        self.origin_s = time.perf_counter()
 
     @contextlib.contextmanager
     def span(self, lane: SpanLane, name: str) -> Iterator[None]:
@@ -67,11 +75,9 @@ class StepTracer(Tracer):
             key = _key(lane, name)
             with self._lock:
                 self._sums[key] = self._sums.get(key, 0.0) + end - start
-                if self._spans is not None:
-                    at = start - self._origin_s
-                    self._spans.append(
-                        Span(lane=lane, name=name, start_s=at, end_s=end - self._origin_s)
-                    )
+                if self._keeps:
+                    at, until = start - self.origin_s, end - self.origin_s
+                    self.spans.append(Span(lane=lane, name=name, start_s=at, end_s=until))
 
     def take(self) -> dict[tuple[SpanLane, str], float]:
         """Seconds by lane and, of waits, by reason: `norm`, `leave` or `update`."""
@@ -82,17 +88,17 @@ class StepTracer(Tracer):
     def keep_spans(self) -> None:
         """From now on, as seconds since now."""
         with self._lock:
-            self._spans, self._origin_s = [], time.perf_counter()
+            self._keeps, self.spans, self.origin_s = True, [], time.perf_counter()
 
     @property
     def kept_s(self) -> float:
         """Seconds since `keep_spans`, by the clock of the spans."""
-        return time.perf_counter() - self._origin_s
+        return time.perf_counter() - self.origin_s
 
     def kept_spans(self) -> list[Span]:
         """Those since `keep_spans`, which ends here."""
         with self._lock:
-            spans, self._spans = self._spans or [], None
+            spans, self.spans, self._keeps = self.spans, [], False
             return spans
 
 
@@ -105,30 +111,3 @@ def _reason(name: str) -> str:
     if name == "wait for the norm":
         return "norm"
     return "leave" if name.endswith(" to leave") else "update"
-
-
-class RecordingTracer(Tracer):
-    """Keeps every span; spans of `compute`, `h2d` and `d2h` are dispatch times of the host."""
-
-    def __init__(self) -> None:
-        self.spans: list[Span] = []
-        self.origin_s = time.perf_counter()
-        self._lock = threading.Lock()
-
-    @contextlib.contextmanager
-    def span(self, lane: SpanLane, name: str) -> Iterator[None]:
-        """Record start and end."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            end = time.perf_counter()
-            origin = self.origin_s
-            with self._lock:
-                self.spans.append(
-                    Span(lane=lane, name=name, start_s=start - origin, end_s=end - origin)
-                )
-
-    def busy_s(self, lane: SpanLane) -> float:
-        """Seconds that the spans of one lane cover in sum."""
-        return sum(span.end_s - span.start_s for span in self.spans if span.lane == lane)

@@ -584,3 +584,23 @@ def test_the_service_of_several_hosts_keeps_values_and_has_barriers():
         "print(client.key_value_dir_get('a/b/'), client.key_value_dir_get('x/'))"
     )
     assert printed.strip() == "[('a/b/0', 'two')] []"
+
+
+def test_events_of_a_profile_are_where_the_clock_says(tmp_path):
+    """Only planes of devices are read, so the host's stands in for one here."""
+    with jax.profiler.trace(str(tmp_path)):
+        began = time.time_ns()
+        with jax.profiler.TraceAnnotation("marked"):
+            time.sleep(0.002)
+        ended = time.time_ns()
+    (file,) = tmp_path.rglob("*.xplane.pb")
+    assert list(jax_internals.traced_events(file)) == []  # no device, on a CPU
+    profile = file.read_bytes()
+    assert profile.count(b"/host:CPU") == 1
+    file.write_bytes(profile.replace(b"/host:CPU", b"/device:C"))
+    (marked,) = [e for e in jax_internals.traced_events(file) if e.name == "marked"]
+    assert marked.plane == "/device:C" and marked.stats() == frozenset()
+    millisecond = 1_000_000  # the profiler has a clock of its own
+    assert began - millisecond <= marked.start_ns
+    assert marked.start_ns + marked.duration_ns <= ended + millisecond
+    assert marked.duration_ns >= 2 * millisecond

@@ -235,7 +235,7 @@ def time_plain_step(bench: Bench) -> None:
     import numpy as np
 
     from slidedp_jax.step.pipeline import Pipeline
-    from slidedp_jax.tracer import RecordingTracer
+    from slidedp_jax.tracer import StepTracer
     from slidedp_jax.transfer.boundary_store import BoundaryStore
     from slidedp_jax.transfer.device_map import DeviceMap
     from slidedp_jax.transfer.weight_window import ResidentWeights
@@ -259,11 +259,11 @@ def time_plain_step(bench: Bench) -> None:
             DeviceMap(bench.mesh, bench.dtype),
             range(0),
             slot_bytes=0,
-            tracer=RecordingTracer(),
+            tracer=StepTracer(keep=True),
         ),
         prefetch_depth=1,
         make_room=lambda: None,  # nothing leaves
-        tracer=RecordingTracer(),
+        tracer=StepTracer(keep=True),
     )
     chunks = {0: (embed,), depth + 1: (head,)} | {n + 1: (t,) for n, t in enumerate(trees)}
 

@@ -27,7 +27,7 @@ import bench_children
 import bench_record
 import step_timing
 
-from slidedp_jax.tracer import RecordingTracer, SpanLane
+from slidedp_jax.tracer import SpanLane, StepTracer
 
 GIB = 2**30
 TIMEOUT_S = 150.0
@@ -89,14 +89,14 @@ SMALL = ("tiny", *(name for name in POINTS if name.startswith("cpu-")))
 """Points for machines without a GPU; by default the others are measured."""
 
 
-class MemoryTracer(RecordingTracer):
+class MemoryTracer(StepTracer):
     """Notes the largest use of the device's memory by kind of work, as it is issued.
 
     Arrays of a program have their place from the moment on at which it is issued.
     """
 
     def __init__(self, device: Any) -> None:
-        super().__init__()
+        super().__init__(keep=True)
         self._device = device
         self.highest: dict[str, int] = {}
         """What was issued -> bytes in use afterwards."""

@@ -40,9 +40,9 @@ def write_weights(source: str, config: Any, model: Any, write: Any) -> None:
 
 
 def timed_tracer() -> Any:
-    from slidedp_jax.tracer import RecordingTracer
+    from slidedp_jax.tracer import StepTracer
 
-    return RecordingTracer()
+    return StepTracer(keep=True)
 
 
 def fill(model: Any, write: Any) -> None:
@@ -192,11 +192,16 @@ def full_steps(num_steps: int, trainer: Any, tracer: Any, batch: Any) -> dict[st
         "losses": losses,
         "grad_norms": norms,
         "rss_by_step_gib": rss,
-        "host_update_busy_s": tracer.busy_s("host_update") / (num_steps + 1),
-        "h2d_dispatch_s": tracer.busy_s("h2d") / (num_steps + 1),
+        "host_update_busy_s": busy_s(tracer, "host_update") / (num_steps + 1),
+        "h2d_dispatch_s": busy_s(tracer, "h2d") / (num_steps + 1),
         "waits_s": waits(tracer, ends[2], num_steps - 1),
         "last_step_spans": last_spans(tracer, ends[-3]),
     }
+
+
+def busy_s(tracer: Any, lane: str) -> float:
+    """Seconds that the spans of a lane cover in sum."""
+    return float(sum(s.end_s - s.start_s for s in tracer.spans if s.lane == lane))
 
 
 def waits(tracer: Any, since: float, steps: int) -> dict[str, float]:

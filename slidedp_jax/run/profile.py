@@ -1,23 +1,23 @@
 """`--profile_steps A:B`: a timeline of some steps, and one paragraph on what bounds them.
 
 The timeline is in Chrome's trace format, which https://ui.perfetto.dev opens: our own lanes, and on
-GPUs what ran on each of their streams, as jax.profiler gives it. Its clock begins within a
-millisecond or so of ours.
+GPUs what ran on each of their streams, as jax.profiler gives it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gzip
 import json
 import pathlib
 import shutil
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
+from slidedp_jax.run.device_trace import DeviceSpan, read_device_spans
 from slidedp_jax.run.step_lanes import lane_seconds
 from slidedp_jax.tracer import Span, SpanLane, StepTracer
 from slidedp_jax.whole_files import write_whole
@@ -35,8 +35,8 @@ _LANES = {
 }
 """Rows of the timeline, from the top."""
 
+_OWN = "slidedp_jax"
 _MICROSECONDS = 1e6
-
 
 _BOUNDS = 0.1
 """Share of the time that the step's thread waits for something, from which on that bounds it."""
@@ -54,25 +54,6 @@ class TracedStep:
 
     record: Mapping[str, Any]
     begin_s: float
-    end_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeviceSpan:
-    """What one GPU did.
-
-    Attributes:
-      device: as `GPU:0`.
-      lane: `compute`, `h2d` or `d2h`.
-      name: of the kernel or copy.
-      start_s: since the trace began.
-      end_s: likewise.
-    """
-
-    device: str
-    lane: str
-    name: str
-    start_s: float
     end_s: float
 
 
@@ -100,6 +81,7 @@ class Profile:
         self._gpus = gpus
         self._done: list[TracedStep] = []
         self._begin_s = 0.0
+        self._origin_ns = 0
         self._on = False
 
     def before(self, step: int) -> None:
@@ -113,9 +95,11 @@ class Profile:
     def _start(self) -> None:
         self._on, self._done = True, []
         if self._gpus:
+            shutil.rmtree(self._raw, ignore_errors=True)
             with self._unless_it_fails("jax.profiler cannot start"):
-                jax.profiler.start_trace(str(self._raw))
+                jax.profiler.start_trace(str(self._raw), profiler_options=_devices_alone())
         self._tracer.keep_spans()
+        self._origin_ns = time.time_ns()
 
     def after(self, record: Mapping[str, Any]) -> None:
         """A step has ended, and this is its record."""
@@ -136,8 +120,8 @@ class Profile:
         if self._gpus:
             with self._unless_it_fails("what the GPUs did is not known"):
                 jax.profiler.stop_trace()
-                on_devices = read_device_spans(self._raw)
-            shutil.rmtree(self._raw, ignore_errors=True)
+                on_devices = read_device_spans(self._raw, self._origin_ns)
+                shutil.rmtree(self._raw)
         if not self._done:
             return
         first, last = (self._done[place].record["step"] for place in (0, -1))
@@ -163,6 +147,14 @@ class Profile:
             self._say(f"warning: {what} ({type(error).__name__}: {error})")
 
 
+def _devices_alone() -> jax.profiler.ProfileOptions:
+    """Nothing of Python, which a trace of every call would slow down by more than it shows."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    options.host_tracer_level = 1
+    return options
+
+
 def trace_events(
     spans: Iterable[Span], on_devices: Iterable[DeviceSpan], steps: Sequence[TracedStep]
 ) -> list[dict[str, Any]]:
@@ -173,108 +165,70 @@ def trace_events(
       on_devices: of the GPUs.
       steps: that were traced; evaluations and saves may lie between them.
     """
-    rows: dict[tuple[str, str], list[tuple[float, float, str]]] = {}
-    for lane in _LANES:
-        rows["slidedp_jax", lane] = []
+    rows: dict[tuple[str, str], list[_Event]] = {(_OWN, lane): [] for lane in _LANES}
     for step in steps:
         name = f"step {step.record['step']}"
-        rows["slidedp_jax", "step"].append((step.begin_s, step.end_s, name))
+        rows[_OWN, "step"].append(_Event(step.begin_s, step.end_s, name, "step"))
     for span in spans:
         lane = "norm" if span.name == "wait for the norm" else str(span.lane)
-        rows["slidedp_jax", lane].append((span.start_s, span.end_s, span.name))
+        rows[_OWN, lane].append(_Event(span.start_s, span.end_s, span.name, lane))
     for own in on_devices:
-        key = own.device, own.lane
-        rows.setdefault(key, []).append((own.start_s, own.end_s, own.name))
-    events: list[dict[str, Any]] = []
+        event = _Event(own.start_s, own.end_s, own.name, own.lane)
+        rows.setdefault((own.device, own.stream), []).append(event)
     processes = list(dict.fromkeys(process for process, _ in rows))
-    for number, (process, lane) in enumerate(rows):
-        pid = processes.index(process)
-        name = _LANES[lane] if pid == 0 else lane
-        events += _row_events(pid, number * 100, name, rows[process, lane])
-    for pid, process in enumerate(processes):
-        events.append(_named("process_name", pid, 0, process))
-    return events
+    names, complete, tid = list[dict[str, Any]](), list[dict[str, Any]](), 1
+    for pid, process in enumerate(processes, start=1):
+        names.append(_named("process_name", pid, 0, name=process))
+        names.append(_named("process_sort_index", pid, 0, sort_index=pid))
+        for (of, row), events in rows.items():
+            if of != process or not events:
+                continue
+            for own_row in _apart(events):
+                title = _LANES[row] if process == _OWN else row
+                names.append(_named("thread_name", pid, tid, name=title))
+                names.append(_named("thread_sort_index", pid, tid, sort_index=tid))
+                complete += [event.complete(pid, tid) for event in own_row]
+                tid += 1
+    return [*names, *sorted(complete, key=lambda event: event["ts"])]
 
 
-def _row_events(
-    pid: int, tid: int, name: str, found: list[tuple[float, float, str]]
-) -> list[dict[str, Any]]:
-    """Events of a lane; what overlaps, as the writers of checkpoints do, gets a row of its own."""
-    if not found:
-        return []
-    events, ends = [], list[float]()
-    for start, end, what in sorted(found):
-        row = next((n for n, last in enumerate(ends) if last <= start), len(ends))
-        ends[row : row + 1] = [end]
-        events.append(
-            {
-                "ph": "X",
-                "name": what,
-                "pid": pid,
-                "tid": tid + row,
-                "ts": round(start * _MICROSECONDS, 3),
-                "dur": round(max(0.0, end - start) * _MICROSECONDS, 3),
-            }
-        )
-    for row in range(len(ends)):
-        events.append(_named("thread_name", pid, tid + row, name))
-        events.append(
-            {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid + row}
-            | {"args": {"sort_index": tid + row}}
-        )
-    return events
+class _Event(NamedTuple):
+    """Of a row: seconds since the trace began, name, lane."""
+
+    start_s: float
+    end_s: float
+    name: str
+    lane: str
+
+    def complete(self, pid: int, tid: int) -> dict[str, Any]:
+        """A complete event; what began before the trace is cut off at its beginning."""
+        begin, end = max(0.0, self.start_s), max(0.0, self.end_s)
+        return {
+            "ph": "X",
+            "name": self.name,
+            "cat": self.lane,
+            "pid": pid,
+            "tid": tid,
+            "ts": round(begin * _MICROSECONDS, 3),
+            "dur": round(max(0.0, end - begin) * _MICROSECONDS, 3),
+        }
 
 
-def _named(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
+def _apart(events: list[_Event]) -> list[list[_Event]]:
+    """Events of a lane in as many rows as overlap, as those of checkpoints' writers do."""
+    rows: list[list[_Event]] = []
+    for event in sorted(events):
+        row = next((row for row in rows if row[-1].end_s <= event.start_s), None)
+        if row is None:
+            rows.append([event])
+        else:
+            row.append(event)
+    return rows
 
 
-def read_device_spans(folder: pathlib.Path) -> list[DeviceSpan]:
-    """What GPUs did, of a trace of jax.profiler.
-
-    Args:
-      folder: that it was started with.
-
-    Raises:
-      FileNotFoundError: it has left no trace.
-    """
-    files = sorted(folder.rglob("*.trace.json.gz"))
-    if not files:
-        raise FileNotFoundError(f"{folder} holds no trace")
-    events = json.loads(gzip.decompress(files[-1].read_bytes()))["traceEvents"]
-    names = {"process_name": dict[Any, str](), "thread_name": dict[Any, str]()}
-    for event in events:
-        if event.get("ph") == "M" and event.get("name") in names:
-            place = event["pid"] if event["name"] == "process_name" else _thread(event)
-            names[event["name"]][place] = event["args"]["name"]
-    found = []
-    for event in events:
-        process = names["process_name"].get(event.get("pid"), "")
-        if event.get("ph") != "X" or "GPU" not in process:
-            continue
-        if not names["thread_name"].get(_thread(event), "").startswith("Stream"):
-            continue
-        start = event["ts"] / _MICROSECONDS
-        found.append(
-            DeviceSpan(
-                device=process.removeprefix("/device:"),
-                lane=_lane_of(event["name"]),
-                name=event["name"],
-                start_s=start,
-                end_s=start + event.get("dur", 0) / _MICROSECONDS,
-            )
-        )
-    return found
-
-
-def _thread(event: Mapping[str, Any]) -> tuple[Any, Any]:
-    return event.get("pid"), event.get("tid")
-
-
-def _lane_of(name: str) -> str:
-    if "MemcpyH2D" in name or "HtoD" in name:
-        return "h2d"
-    return "d2h" if "MemcpyD2H" in name or "DtoH" in name else "compute"
+def _named(kind: str, pid: int, tid: int, **args: str | int) -> dict[str, Any]:
+    """What a process or thread is called, or where it stands."""
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": args}
 
 
 def covered_s(spans: Iterable[tuple[float, float]]) -> float:
@@ -336,7 +290,7 @@ def what_bounds(
     ]
     lanes = {
         lane: _busiest(on_devices, lane, steps) / total
-        for lane in ("compute", "h2d", "d2h")
+        for lane in ("compute", "h2d", "d2h", "exchange")
         if on_devices
     }
     device_s = share("wait_device_s")
@@ -344,6 +298,7 @@ def what_bounds(
         told.append(
             f"the busiest GPU computed for {lanes['compute']:.0%}, copied to itself for "
             f"{lanes['h2d']:.0%} and from itself for {lanes['d2h']:.0%}"
+            + (f", and exchanged with others for {lanes['exchange']:.0%}" * (lanes["exchange"] > 0))
         )
     else:
         told.append(f"the loop waited {device_s:.0%} for the devices to finish")

@@ -1,21 +1,17 @@
 """`--profile_steps`: a timeline in Chrome's format, and where the time went."""
 
-import gzip
 import itertools
 import json
+import math
 
+import jax
+import jax.numpy as jnp
 import pytest
 from runs import metrics
 
-from slidedp_jax.run.profile import (
-    DeviceSpan,
-    TracedStep,
-    covered_s,
-    read_device_spans,
-    trace_events,
-    what_bounds,
-)
-from slidedp_jax.tracer import Span
+from slidedp_jax.run.device_trace import DeviceSpan, read_device_spans
+from slidedp_jax.run.profile import Profile, TracedStep, covered_s, trace_events, what_bounds
+from slidedp_jax.tracer import Span, StepTracer
 
 
 def rows_of(events):
@@ -34,10 +30,7 @@ def test_the_timeline_of_a_run(inputs, tmp_path, capsys):
     assert said.count("profile: 2 steps of ") == 1 and "the step" in said
     path = out / "profile" / "steps_2_3.trace.json"
     events = json.loads(path.read_text())["traceEvents"]
-    rows = rows_of(events)
-    for own in rows.values():
-        for before, after in itertools.pairwise(own):
-            assert before["ts"] + before["dur"] <= after["ts"] + 1e-2
+    assert_valid(events)
     names = {event["name"] for event in events}
     assert {"step 2", "step 3", "forward layers.1-1", "upload layers.1-1"} <= names
     assert any(name.startswith("update ") for name in names)
@@ -80,7 +73,7 @@ def span(lane, name, start_s, end_s):
 
 def on_gpu(lane, *spans):
     return [
-        DeviceSpan(device="GPU:0", lane=lane, name="k", start_s=start, end_s=end)
+        DeviceSpan(device="GPU:0", stream="s", lane=lane, name="k", start_s=start, end_s=end)
         for start, end in spans
     ]
 
@@ -141,23 +134,152 @@ def test_a_step_after_an_evaluation_is_where_its_work_is(inputs, tmp_path):
         )
 
 
+BEGUN_NS = 1_800_000_000_000_000_000
+KERNEL = 'stats { metadata_id: 1 str_value: "regs:32" }'
+
+
+def plane(name, lines, stats=""):
+    """An XPlane as text; lines: name -> (event, start us, duration us, its stats)."""
+    names = dict.fromkeys(event for events in lines.values() for event, *_ in events)
+    ids = {event: number for number, event in enumerate(names, start=1)}
+    text = f'planes {{ name: "{name}" {stats}'
+    text += ' stat_metadata { key: 1 value { id: 1 name: "kernel_details" } }'
+    for event, number in ids.items():
+        text += f' event_metadata {{ key: {number} value {{ id: {number} name: "{event}" }} }}'
+    for line, events in lines.items():
+        text += f' lines {{ name: "{line}" timestamp_ns: 1000000'
+        for event, start, took, *more in events:
+            text += f" events {{ metadata_id: {ids[event]} offset_ps: {start * 10**6}"
+            text += f" duration_ps: {took * 10**6} {' '.join(more)} }}"
+        text += " }"
+    return text + " }"
+
+
+ENVIRONMENT = (
+    f'planes {{ name: "Task Environment" stats {{ metadata_id: 7 uint64_value: {BEGUN_NS} }}'
+    ' stat_metadata { key: 7 value { id: 7 name: "profile_start_time" } } }'
+)
+STREAMS = {
+    "Stream #13(Compute,Memset)": [("gemm", 5, 2), ("ncclDevKernel_AllGather", 8, 1)],
+    "Stream #14(MemcpyH2D)": [("MemcpyH2D", 0, 9)],
+    "Stream #15(MemcpyD2H,MemcpyD2D,MemcpyP2P)": [
+        *(("MemcpyD2H", 0, 1), ("MemcpyD2D", 2, 1), ("MemcpyP2P", 4, 1)),
+    ],
+    "CUPTI overhead": [("Buffer flush", 0, 90), ("fusion", 91, 2, KERNEL)],
+    "XLA Ops": [("gemm", 5, 2)],
+    "XLA Modules": [("jit_step", 0, 99)],
+    "Steps": [("1", 0, 99)],
+    "Framework Name Scope": [("forward", 0, 99)],
+}
+
+
+def write_profile(folder, *planes, host="vm", session="2026_12_01_10_00_00"):
+    at = folder / "plugins" / "profile" / session
+    at.mkdir(parents=True, exist_ok=True)
+    profile = jax.profiler.ProfileData.text_proto_to_serialized_xspace(" ".join(planes))
+    (at / f"{host}.xplane.pb").write_bytes(profile)
+    return folder
+
+
 def test_streams_of_gpus_are_read_from_a_profile(tmp_path):
-    """As jax.profiler writes them; its rows of the XLA ops, which repeat them, are left out."""
-    meta = [("process_name", 1, None, "/device:GPU:0"), ("process_name", 2, None, "/host:CPU")]
-    meta += [("thread_name", 1, 7, "Stream #13(Compute)"), ("thread_name", 1, 8, "XLA Ops")]
-    events = [
-        {"ph": "M", "name": kind, "pid": pid, "args": {"name": name}}
-        | ({} if tid is None else {"tid": tid})
-        for kind, pid, tid, name in meta
+    """With the names of XLA's collector; rows that repeat the same work are left out."""
+    gpus = [plane(f"/device:GPU:{n}", STREAMS) for n in (0, 1)]
+    host = plane("/host:CPU", {"Stream #1(Compute)": [("python", 0, 1)]})
+    write_profile(tmp_path, *gpus, host, ENVIRONMENT)
+    found = read_device_spans(tmp_path, BEGUN_NS + 500_000)
+    assert [span.device for span in found] == ["GPU:0"] * 7 + ["GPU:1"] * 7
+    assert [(span.name, span.lane) for span in found[:7]] == [
+        ("gemm", "compute"),
+        ("ncclDevKernel_AllGather", "exchange"),
+        ("MemcpyH2D", "h2d"),
+        ("MemcpyD2H", "d2h"),
+        ("MemcpyD2D", "copies"),
+        ("MemcpyP2P", "exchange"),
+        ("fusion", "compute"),
     ]
-    for pid, tid, name in ((1, 7, "gemm"), (1, 7, "MemcpyH2D"), (1, 8, "gemm"), (2, 7, "python")):
-        events.append({"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": 5.0, "dur": 2.0})
-    folder = tmp_path / "plugins" / "profile" / "x"
-    folder.mkdir(parents=True)
-    content = json.dumps({"traceEvents": [*events, {}]}).encode()
-    (folder / "host.trace.json.gz").write_bytes(gzip.compress(content))
-    found = read_device_spans(tmp_path)
-    assert [(span.device, span.lane) for span in found] == [("GPU:0", "compute"), ("GPU:0", "h2d")]
+    assert found[0].start_s == pytest.approx(505e-6) and found[0].stream.startswith("Stream #13")
     assert found[0].end_s - found[0].start_s == pytest.approx(2e-6)
-    with pytest.raises(FileNotFoundError):
-        read_device_spans(folder / "none")
+
+
+def test_the_newest_session_is_read_with_all_its_hosts(tmp_path):
+    gpu = plane("/device:GPU:0", {"Stream #13(Compute)": [("gemm", 5, 2)]})
+    write_profile(tmp_path, plane("/device:GPU:5", STREAMS), ENVIRONMENT)
+    for host in ("a", "b"):
+        write_profile(tmp_path, gpu, ENVIRONMENT, host=host, session="2026_12_01_10_00_01")
+    found = read_device_spans(tmp_path, BEGUN_NS)
+    assert [span.device for span in found] == ["a GPU:0", "b GPU:0"]
+
+
+def test_a_profile_without_work_of_gpus_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match="holds no trace"):
+        read_device_spans(tmp_path / "none", 0)
+    only = {name: events for name, events in STREAMS.items() if not name.startswith("Stream")}
+    only["CUPTI overhead"] = [("Buffer flush", 0, 90)]
+    write_profile(tmp_path / "a", plane("/device:GPU:0", only), ENVIRONMENT)
+    with pytest.raises(ValueError, match=r"no work on a stream of a GPU.*GPU:0: XLA Ops"):
+        read_device_spans(tmp_path / "a", 0)
+    write_profile(tmp_path / "b", plane("/device:GPU:0", STREAMS))
+    with pytest.raises(ValueError, match="does not say when the profile began"):
+        read_device_spans(tmp_path / "b", 0)
+
+
+def test_what_cannot_be_read_of_gpus_stays_and_is_said(tmp_path):
+    """Of a profiler that sees no GPU: jax.profiler runs here as it does there."""
+    said, tracer = [], StepTracer()
+    profile = Profile((1, 1), tmp_path / "profile", tracer, said.append, gpus=True)
+    profile.before(1)
+    with tracer.span("host_update", "update a"):
+        jnp.ones(3).block_until_ready()
+    profile.after({"step": 1})
+    assert said[0].startswith("warning: what the GPUs did is not known (ValueError: no work on a")
+    assert list((tmp_path / "profile" / "jax").rglob("*.xplane.pb"))
+    assert said[1].startswith("profile: 1 step of ") and len(said) == 2
+
+
+def assert_valid(events):
+    """The rules of Chrome's trace event format, and what Perfetto's importer drops else.
+
+    https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU: complete
+    events and metadata; times in microseconds; events of a thread nest. Perfetto takes process and
+    thread 0 for the idle ones.
+    """
+    named = {"process_name": {}, "thread_name": {}}
+    for event in events:
+        assert event["ph"] in "MX" and type(event["name"]) is str and event["name"]
+        assert type(event["pid"]) is int and event["pid"] > 0 and type(event["tid"]) is int
+        assert math.isfinite(event["ts"]) and event["ts"] >= 0
+        if event["ph"] == "M":
+            kinds = {"process_name": str, "thread_name": str}
+            kinds |= {"process_sort_index": int, "thread_sort_index": int}
+            (argument,) = event["args"].items()
+            assert argument[0] == ("name" if event["name"].endswith("_name") else "sort_index")
+            assert type(argument[1]) is kinds[event["name"]]
+            of = event["pid"] if event["name"] == "process_name" else (event["pid"], event["tid"])
+            if event["name"] in named:
+                assert named[event["name"]].setdefault(of, argument[1]) == argument[1]
+        else:
+            assert event["tid"] > 0 and math.isfinite(event["dur"]) and event["dur"] >= 0
+            assert event["pid"] in named["process_name"]
+            assert (event["pid"], event["tid"]) in named["thread_name"]
+    complete = [event for event in events if event["ph"] == "X"]
+    assert [event["ts"] for event in complete] == sorted(event["ts"] for event in complete)
+    for row in rows_of(events).values():
+        for before, after in itertools.pairwise(row):
+            assert before["ts"] + before["dur"] <= after["ts"] + 1e-2
+    tids = [tid for _, tid in named["thread_name"]]
+    assert len(set(tids)) == len(tids)
+    assert len(set(named["process_name"].values())) == len(named["process_name"])
+
+
+def test_the_timeline_is_valid_with_gpus_and_whatever_began_before(tmp_path):
+    write_profile(tmp_path, *(plane(f"/device:GPU:{n}", STREAMS) for n in (0, 1)), ENVIRONMENT)
+    on_devices = read_device_spans(tmp_path, BEGUN_NS + 1_000_003)
+    spans = [span("host_update", "update a", -0.5, 0.2), span("save", "b", 0.0, 0.5)]
+    spans += [span("save", "c", 0.2, 0.3), span("wait", "wait for the norm", 0.1, 0.1)]
+    events = json.loads(json.dumps(trace_events(spans, on_devices, [step(), step(2.5)])))
+    assert_valid(events)
+    processes = {e["args"]["name"]: e["pid"] for e in events if e["name"] == "process_name"}
+    assert list(processes) == ["slidedp_jax", "GPU:0", "GPU:1"]
+    rows = [e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == 2]
+    assert rows == [name for name in STREAMS if name.startswith(("Stream", "CUPTI"))]
+    assert_valid(trace_events([], [], []))

@@ -91,6 +91,15 @@ def test_biases_follow_the_family(raw, biases):
     ("raw", "windows"),
     [
         (QWEN2 | {"sliding_window": 8, "max_window_layers": 4}, [None] * 4),
+        (
+            QWEN2 | {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 1},
+            [None] * 4,
+        ),
+        (
+            without(QWEN2 | {"use_sliding_window": 0}, "use_sliding_window")
+            | {"sliding_window": 8, "max_window_layers": 1},
+            [None] * 4,
+        ),
         (QWEN2 | {"sliding_window": 8, "layer_types": ["sliding_attention"] * 4}, [None] * 4),
         (
             QWEN2 | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3},

@@ -33,7 +33,7 @@ from streamed_training import (
 from slidedp_jax import Trainer, TrainingStopped
 from slidedp_jax.models import decoder
 from slidedp_jax.state.fences import Fences
-from slidedp_jax.tracer import RecordingTracer, Tracer
+from slidedp_jax.tracer import StepTracer, Tracer
 from slidedp_jax.transfer.routes import ArrivingGradient
 from slidedp_jax.update.update_kernel import UpdateKernels
 
@@ -178,7 +178,7 @@ def test_a_fence_that_does_not_wait_is_noticed(fence, name):
 
 def test_deferred_updates_run_in_the_order_of_the_next_forward(monkeypatch):
     monkeypatch.setattr(ArrivingGradient, "has_arrived", lambda self: True)
-    tracer = RecordingTracer()
+    tracer = StepTracer(keep=True)
     with start(tracer=tracer) as it:
         it.step(batches()[0])
         it.wait()

@@ -17,7 +17,7 @@ from streamed_training import small_config, strategy, train, trainer
 
 from slidedp_jax import UserError
 from slidedp_jax.state.freezing import frozen_names
-from slidedp_jax.tracer import RecordingTracer
+from slidedp_jax.tracer import StepTracer
 
 RATE, EPS, LIMIT = 1e-3, 1e-5, 0.7
 OPTIMIZER = optax.adamw(RATE, eps=EPS, weight_decay=0.1)
@@ -107,7 +107,7 @@ def test_the_rest_trains_as_in_plain_optax(case):
 
 
 def spans_of(patterns, tied=False):
-    tracer = RecordingTracer()
+    tracer = StepTracer(keep=True)
     config = small_config(tied=tied)
     plan = strategy(rows_per_step=ROWS)
     with trainer(config, OPTIMIZER, plan, frozen=patterns, num_devices=1, tracer=tracer) as it:
