@@ -11,8 +11,9 @@ that what else the machine does falls on all of them:
 - `from the cache`: the same, read from what an earlier start has kept
 - `packing`: best-fit rows of `--max-seq-length` tokens
 
-A conversation of 400 turns of 2,000 characters each is measured as well, with the model's template
-and with one that renders earlier answers differently (Qwen3's rules).
+Conversations of 100 to 800 turns of 2,000 characters each are measured as well, with the model's
+template and with one that renders earlier answers differently (Qwen3's rules), without white space
+around the texts and with what they were cut with.
 """
 
 from __future__ import annotations
@@ -67,11 +68,13 @@ def conversations(count: int) -> Iterator[dict[str, Any]]:
         yield {"messages": messages}
 
 
-def long_conversation(turns: int, characters: int) -> dict[str, Any]:
-    """One row of so many messages."""
+def long_conversation(turns: int, characters: int, *, stripped: bool) -> dict[str, Any]:
+    """One row of so many messages, with or without the white space that they are cut with."""
     text = " ".join(itertools.islice(itertools.cycle(paragraphs()), 8 * turns))
     roles = itertools.cycle(("user", "assistant"))
-    contents = (text[i * 997 : i * 997 + characters].strip() for i in range(turns))
+    contents = (text[i * 997 : i * 997 + characters] for i in range(turns))
+    if stripped:
+        contents = (content.strip() for content in contents)
     return {"messages": [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]}
 
 
@@ -100,14 +103,26 @@ def main() -> None:
     parser.add_argument("--max-seq-length", type=int, default=2048)
     parser.add_argument("--cores", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--long-only", action="store_true", help="the long conversations alone")
     parser.add_argument("--json", type=pathlib.Path)
     args = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))[: args.cores]
     os.sched_setaffinity(0, cores)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     with tempfile.TemporaryDirectory() as folder:
-        result = measured(args, pathlib.Path(folder), len(cores))
+        measure = long_alone if args.long_only else measured
+        result = measure(args, pathlib.Path(folder), len(cores))
     save(args.json, result)
+
+
+def long_alone(args: argparse.Namespace, folder: pathlib.Path, cores: int) -> dict[str, Any]:
+    """The long conversations."""
+    settings = ExampleSettings(max_seq_length=args.max_seq_length)
+    found = long_rows(args, folder, load_tokenizer(args.model), settings)
+    packages = ("tokenizers", "jinja2", "numpy")
+    result = record(packages, cores=cores, load_average=os.getloadavg())
+    result["command"] = result["command"].replace(str(args.model), args.model.name)
+    return result | {"long_conversation_wall_and_cpu_s": found}
 
 
 def measured(args: argparse.Namespace, folder: pathlib.Path, cores: int) -> dict[str, Any]:
@@ -175,10 +190,13 @@ def long_rows(
         "the model's template": tokenizer,
         "old reasoning dropped": load_tokenizer(args.model, chat_template=template),
     }
-    found: dict[str, dict[int, list[tuple[float, float]]]] = {name: {} for name in ways}
-    for turns in (100, 200, 400, 800):
-        path = write(folder / f"long{turns}.jsonl", iter([long_conversation(turns, 2000)]))
-        for name, its in ways.items():
+    found: dict[str, dict[int, list[tuple[float, float]]]] = {}
+    for turns, stripped in itertools.product((100, 200, 400, 800), (True, False)):
+        row = long_conversation(turns, 2000, stripped=stripped)
+        path = write(folder / f"long{turns}.jsonl", iter([row]))
+        for way, its in ways.items():
+            name = way if stripped else f"{way}, white space around texts"
+            found.setdefault(name, {})
             work = functools.partial(load_examples, [path], its, settings)
             found[name][turns] = [seconds(work) for _ in range(args.rounds)]
             wall, cpu = map(statistics.median, zip(*found[name][turns], strict=True))

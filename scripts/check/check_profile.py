@@ -3,10 +3,10 @@
     slidedp train ... --output_dir OUT --profile_steps 5:7
     python scripts/check/check_profile.py OUT
 
-Reads OUT/profile/steps_*.trace.json, the timelines that the command has written. A run on GPUs must
-have work of each of its GPUs in every step that was traced, kernels as well as copies to it and from
-it. Where the command could not read what jax.profiler wrote, that is still in OUT/profile/jax: its
-planes and lines are listed. Exits with 1 where something is missing.
+Reads OUT/profile/steps_*.trace.json, the timelines that the command has written. A run on GPUs
+must have work of each of its GPUs in every step that was traced, kernels as well as copies to it
+and from it. Where the command could not read what jax.profiler wrote, that is still in
+OUT/profile/jax: its planes and lines are listed. Exits with 1 where something is missing.
 """
 
 from __future__ import annotations

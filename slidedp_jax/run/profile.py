@@ -41,6 +41,9 @@ _MICROSECONDS = 1e6
 _BOUNDS = 0.1
 """Share of the time that the step's thread waits for something, from which on that bounds it."""
 
+_BUSY = 0.8
+"""Share of the time that a lane of a GPU works, from which on it bounds the step."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TracedStep:
@@ -307,16 +310,25 @@ def what_bounds(
 
 def _verdict(waits: Mapping[str, float], lanes: Mapping[str, float], device_s: float) -> str:
     longest = max(waits, key=lambda name: waits[name])
-    if waits[longest] >= _BOUNDS:
+    if waits[longest] < _BOUNDS:
+        longest = "none"
+    elif longest == "leave" and not lanes:
+        return (
+            "What the devices compute or copy to the host bounds the step: its thread waits for "
+            "results that are not there yet. More tokens per step would hide the copies."
+        )
+    if longest == "leave" and lanes["compute"] >= _BUSY:
+        longest = "none"  # they leave late because they are computed late
+    if longest != "none":
         return {
             "update": "The optimizer on the host bounds the step: more tokens per step, state that "
             "stays on the GPUs, an optimizer with less state or more cores would make it faster.",
             "leave": "Copies to the host bound the step: more tokens per step would hide them.",
             "data": "Reading the rows bounds the step, which they must not: look at their disk.",
         }[longest]
-    if lanes and lanes["compute"] < 0.8:
+    if lanes and lanes["compute"] < _BUSY:
         copies = max(lanes["h2d"], lanes["d2h"])
-        if copies > 0.8:
+        if copies > _BUSY:
             return "The link bounds the step: more tokens per step would hide the copies."
         return (
             "No lane is busy throughout: what is short waits for what comes before it; more tokens "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -61,12 +62,14 @@ def report_page(run: RunData) -> str:
 
 
 _WAIT_TEXT = (
-    "Share of a step in which the thread that issues it stood still. While it waits for the "
-    "devices to finish, they compute; all else is time that they may lack work."
+    "Share of the time, from the end of one step to that of the next, in which the thread that "
+    "issues the steps stood still. While it waits for the devices to finish, they compute; all "
+    "else is time that they may lack work."
 )
 _BUSY_TEXT = (
-    "Seconds of work per second of a step. The update of a step runs beside the next one; near "
-    "100 % the optimizer on the host bounds the run."
+    "Share of the time, from the end of one step to that of the next. The update of a step runs "
+    "beside the next one; near 100 % the optimizer on the host bounds the run. Several threads may "
+    "write a checkpoint, which then counts several times."
 )
 
 
@@ -78,24 +81,31 @@ def _section(title: str, chart: str, text: str = "") -> str:
 
 
 def _loss(run: RunData) -> str:
-    names = dict.fromkeys(
-        name
-        for record in run.evaluations
-        for name in record
-        if name.startswith("eval_") and name.endswith("loss")
-    )
+    names = _held_out_losses(run)
     lines = [Line(name="training", bins=curve(run.steps, "loss"), colour=1)]
     lines += [
         Line(
-            name="held out" if name == "eval_loss" else name.removeprefix("eval_"),
+            name=words,
             bins=curve(run.evaluations, name),
             colour=2 + number % (len(_COLOURS) - 1),
             dots=True,
         )
-        for number, name in enumerate(names)
+        for number, (name, words) in enumerate(names.items())
     ]
     spikes = [record["step"] for record in run.steps if record.get("spikes")]
     return line_chart(lines, unit="loss", marks=spikes)
+
+
+def _held_out_losses(run: RunData) -> dict[str, str]:
+    """Field of each held-out loss -> what it is called; of one set, all is that set."""
+    fields = dict.fromkeys(name for record in run.evaluations for name in record)
+    named = {
+        name: f"held out: {match[1]}"
+        for name in fields
+        if (match := re.fullmatch(r"eval_(.+)_loss", name))
+    }
+    whole = {"eval_loss": "held out"} if "eval_loss" in fields else {}
+    return named if len(named) == 1 else whole | named
 
 
 def _plain(run: RunData, name: str, unit: str) -> str:
@@ -134,7 +144,7 @@ def _waits(run: RunData) -> str:
         Line(name=name, bins=shares(run.steps, field), colour=1 + number)
         for number, (field, name) in enumerate(_WAITS.items())
     ]
-    return stacked_chart(lines, unit="% of the step")
+    return stacked_chart(lines, unit="% of the time")
 
 
 def _busy(run: RunData) -> str:
@@ -151,7 +161,7 @@ def _busy(run: RunData) -> str:
                 for bin in bins
             ]
             lines.append(Line(name=name, bins=percent, colour=1 + number))
-    return line_chart(lines, unit="% of the step", from_zero=True, most=120.0)
+    return line_chart(lines, unit="% of the time", from_zero=True, most=120.0)
 
 
 def _planned_bytes(run: RunData) -> dict[str, float]:
@@ -210,11 +220,16 @@ def _bounds(run: RunData) -> str:
 
 def _samples(run: RunData) -> str:
     rows = [
-        [f"{sample['step']:,}", str(sample.get("prompt")), str(sample.get("completion"))]
+        [f"{sample['step']:,}", *(_shown(str(sample.get(n))) for n in ("prompt", "completion"))]
         for sample in run.samples
     ]
     head = ["step", "prompt", "completion"]
     return _table_section("Samples", _table(head, rows)) if rows else ""
+
+
+def _shown(text: str) -> str:
+    """A sample's text without lines around it; what has no words is quoted, to be seen at all."""
+    return text.strip("\n") if text.strip() else json.dumps(text)
 
 
 def _settings(run: RunData) -> str:
@@ -293,7 +308,8 @@ def _style() -> str:
         "table{border-collapse:collapse;font-size:.87rem;width:100%}",
         "td,th{text-align:left;vertical-align:top;padding:.2rem .8rem .2rem 0;"
         "border-bottom:1px solid var(--line);overflow-wrap:anywhere;white-space:pre-wrap}",
-        "td div{max-height:9em;overflow:auto}td:not(:last-child){min-width:5.5rem}",
+        "th{overflow-wrap:normal}td div{max-height:9em;overflow:auto}",
+        "td:not(:last-child){min-width:5.5rem}",
     ]
     for number, colour in enumerate(_COLOURS, start=1):
         rules.append(

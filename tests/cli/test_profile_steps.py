@@ -88,7 +88,14 @@ def test_what_bounds_a_step_is_said_with_its_share():
     assert text.startswith("1 step of 2 s: the step's thread waited 45% of the time for layers")
     assert "busy for 90%" in text and "The optimizer on the host bounds the step" in text
     leaves = [span("wait", "gradients of layers.1 to leave", 0.0, 0.5)]
-    assert "Copies to the host bound" in what_bounds([step()], leaves)
+    assert "What the devices compute or copy to the host bounds" in what_bounds([step()], leaves)
+    late, idle = (on_gpu("compute", (0.0, seconds)) for seconds in (1.9, 0.9))
+    assert "Compute on the devices bounds" in what_bounds([step()], leaves, late)
+    assert "Copies to the host bound" in what_bounds([step()], leaves, idle)
+    talk = what_bounds([step()], [], late + on_gpu("exchange", (0.0, 0.5)))
+    assert (
+        "copied to itself for 0% and from itself for 0%, and exchanged with others for 25%" in talk
+    )
     assert "Reading the rows bounds" in what_bounds([step(data_time_s=0.5)])
     assert "Compute on the devices bounds" in what_bounds([step(wait_device_s=1.0)])
     assert "Handing work over (Python) bounds" in what_bounds([step(wait_device_s=0.1)])

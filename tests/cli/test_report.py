@@ -32,6 +32,7 @@ class Page(html.parser.HTMLParser):
     def __init__(self, text):
         super().__init__()
         self.open, self.headings, self.curves, self.cells, self.fetched = [], [], [], [], []
+        self.names, self.labels = [], []
         self.feed(text)
         assert self.open == []
 
@@ -53,6 +54,10 @@ class Page(html.parser.HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
+        if self.open and self.open[-1] == "span":
+            self.names.append(data)
+        if self.open and self.open[-1] == "text":
+            self.labels.append(data)
         if self.open and self.open[-1] == "h2":
             self.headings.append(data)
         if self.open[-2:] == ["td", "div"]:
@@ -102,6 +107,26 @@ def test_a_run_that_is_cut_or_skipped_steps_is_drawn(copied):
     assert "Samples" in page.headings and "a & b" in page.cells and "<p>" in page.cells
     path.write_text(json.dumps(first) + "\n")
     report(copied, "--out", str(copied / "report.html"))
+
+
+def test_what_is_seen_is_called_what_it_is(copied):
+    """One held-out set is one curve; shares are of the time between steps; blank samples show."""
+    path = copied / "metrics.jsonl"
+    steps = path.read_text()
+    one = {"step": 0, "eval_loss": 5.0, "eval_chats_loss": 5.0, "eval_chats_perplexity": 148.4}
+    samples = [{"step": 0, "prompt": "p", "completion": text} for text in ("\n\n", "\nab\n\n")]
+    (copied / "samples.jsonl").write_text("".join(json.dumps(s) + "\n" for s in samples))
+    path.write_text(json.dumps(one) + "\n" + steps)
+    page = report(copied)
+    assert [name for name in page.names if "held out" in name] == ["held out: chats"]
+    assert (
+        page.labels.count("% of the time") == 2 and '"\\n\\n"' in page.cells and "ab" in page.cells
+    )
+    path.write_text(json.dumps(one | {"eval_code_loss": 4.0}) + "\n" + steps)
+    found = [name for name in report(copied).names if "held out" in name]
+    assert found == ["held out", "held out: chats", "held out: code"]
+    path.write_text(json.dumps({"step": 0, "eval_loss": 5.0}) + "\n" + steps)
+    assert [name for name in report(copied).names if "held out" in name] == ["held out"]
 
 
 def test_folders_that_are_no_runs_are_refused(copied, tmp_path, capsys):
