@@ -3,11 +3,12 @@
 import itertools
 import json
 import math
+import runpy
 
 import jax
 import jax.numpy as jnp
 import pytest
-from runs import metrics
+from runs import ROOT, metrics
 
 from slidedp_jax.run.device_trace import DeviceSpan, read_device_spans
 from slidedp_jax.run.profile import Profile, TracedStep, covered_s, trace_events, what_bounds
@@ -290,3 +291,20 @@ def test_the_timeline_is_valid_with_gpus_and_whatever_began_before(tmp_path):
     rows = [e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == 2]
     assert rows == [name for name in STREAMS if name.startswith(("Stream", "CUPTI"))]
     assert_valid(trace_events([], [], []))
+
+
+def test_a_profile_without_a_lane_or_a_gpu_is_told(tmp_path, capsys):
+    """`scripts/check/check_profile.py`, on timelines as GPUs give them."""
+    check = runpy.run_path(str(ROOT / "scripts" / "check" / "check_profile.py"))["check"]
+
+    def wrong(gpus, *lost):
+        streams = {name: own for name, own in STREAMS.items() if not name.startswith(lost)}
+        folder = write_profile(tmp_path / str(lost), plane("/device:GPU:0", streams), ENVIRONMENT)
+        on_devices = read_device_spans(folder, BEGUN_NS + 1_000_000)
+        return check({"traceEvents": trace_events([], on_devices, [step()])}, gpus)
+
+    assert wrong(1, "nothing") == []
+    assert "GPU:0  Stream #14(MemcpyH2D)" in capsys.readouterr().out
+    assert wrong(1, "Stream #14") == ["GPU:0 has no h2d in step 1 of 1"]
+    assert wrong(2, "nothing") == ["work of 1 GPUs"]
+    assert check({"traceEvents": trace_events([], [], [step()])}, 1) == ["work of 0 GPUs"]
