@@ -124,7 +124,7 @@ def located(row, template, specials):
 
 OFTEN = (
     *("CHATML", "DROPS_OLD_REASONING", "INSTRUCTION", "CALLS_AS_JSON", "headed EOS_AT_THE_END"),
-    "blanks: last without lines, open",
+    *("blanks: last without lines, open", "blanks: prompt ends in lines"),
 )
 
 
