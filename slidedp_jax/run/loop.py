@@ -227,6 +227,7 @@ class Run:
             self._folder.root / "profile",
             self._tracer,
             progress.say,
+            settle=trainer.gate.settle,
             gpus=gpus,
         )
         complete = False

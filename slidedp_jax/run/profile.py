@@ -68,6 +68,7 @@ class Profile:
       folder: where it goes.
       tracer: of the trainer.
       say: prints a line.
+      settle: waits until nothing uses the devices.
       gpus: whether GPUs compute, which jax.profiler can look at.
     """
 
@@ -78,10 +79,11 @@ class Profile:
         tracer: StepTracer,
         say: Callable[[str], None],
         *,
+        settle: Callable[[], None],
         gpus: bool,
     ):
         self._steps, self._folder, self._tracer, self._say = steps, folder, tracer, say
-        self._gpus = gpus
+        self._settle, self._gpus = settle, gpus
         self._done: list[TracedStep] = []
         self._begin_s = 0.0
         self._origin_ns = 0
@@ -100,6 +102,7 @@ class Profile:
         if self._gpus:
             shutil.rmtree(self._raw, ignore_errors=True)
             with self._unless_it_fails("jax.profiler cannot start"):
+                self._settle()
                 jax.profiler.start_trace(str(self._raw), profiler_options=_devices_alone())
         self._tracer.keep_spans()
         self._origin_ns = time.time_ns()
@@ -122,6 +125,9 @@ class Profile:
         on_devices: list[DeviceSpan] = []
         if self._gpus:
             with self._unless_it_fails("what the GPUs did is not known"):
+                # The profiler lets go of CUDA here. With other threads' calls under way that has
+                # ended in CUDA_ERROR_LAUNCH_FAILED at the next one (github.com/jax-ml/jax #40260).
+                self._settle()
                 jax.profiler.stop_trace()
                 on_devices = read_device_spans(self._raw, self._origin_ns)
                 shutil.rmtree(self._raw)

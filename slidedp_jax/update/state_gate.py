@@ -205,6 +205,15 @@ class StateGate:
             self._fences.wait_committed(chunk, self.version)
         self._updates.wait_judged(self.version)
 
+    def settle(self) -> None:
+        """Block until no update and no copy of a snapshot uses the devices.
+
+        Raises:
+          TrainingStopped: a step has failed.
+        """
+        self.wait()
+        self._fences.wait_snapshots()
+
     @contextlib.contextmanager
     def reading(self) -> Iterator[StateReader]:
         """The state of the present version, which stays as it is meanwhile.

@@ -1,5 +1,6 @@
 """`--profile_steps`: a timeline in Chrome's format, and where the time went."""
 
+import functools
 import itertools
 import json
 import math
@@ -231,10 +232,22 @@ def test_a_profile_without_work_of_gpus_is_an_error(tmp_path):
         read_device_spans(tmp_path / "b", 0)
 
 
-def test_what_cannot_be_read_of_gpus_stays_and_is_said(tmp_path):
-    """Of a profiler that sees no GPU: jax.profiler runs here as it does there."""
-    said, tracer = [], StepTracer()
-    profile = Profile((1, 1), tmp_path / "profile", tracer, said.append, gpus=True)
+def test_what_cannot_be_read_of_gpus_stays_and_is_said(tmp_path, monkeypatch):
+    """Of a profiler that sees no GPU: jax.profiler runs here as it does there.
+
+    It begins and ends while nothing else uses the devices.
+    """
+    said, tracer, order = [], StepTracer(), []
+    for name in ("start_trace", "stop_trace"):
+        whole = getattr(jax.profiler, name)
+
+        def noted(*words, name=name, whole=whole, **more):
+            order.append(name)
+            whole(*words, **more)
+
+        monkeypatch.setattr(jax.profiler, name, noted)
+    settle = functools.partial(order.append, "settle")
+    profile = Profile((1, 1), tmp_path / "profile", tracer, said.append, settle=settle, gpus=True)
     profile.before(1)
     with tracer.span("host_update", "update a"):
         jnp.ones(3).block_until_ready()
@@ -242,6 +255,7 @@ def test_what_cannot_be_read_of_gpus_stays_and_is_said(tmp_path):
     assert said[0].startswith("warning: what the GPUs did is not known (ValueError: no work on a")
     assert list((tmp_path / "profile" / "jax").rglob("*.xplane.pb"))
     assert said[1].startswith("profile: 1 step of ") and len(said) == 2
+    assert order == ["settle", "start_trace", "settle", "stop_trace"]
 
 
 def assert_valid(events):
