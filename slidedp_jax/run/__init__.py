@@ -26,6 +26,7 @@
 | `step_lanes.py`, `spikes.py` | what a record says of lanes; steps that stand out |
 | `trackers.py` | TensorBoard and Weights & Biases |
 | `profile.py` | a timeline of some steps |
+| `device_trace.py` | what GPUs did meanwhile, as jax.profiler wrote it |
 | `hardware_profile.py` | what is said and kept of a measured profile that it plans with |
 | `forecast.py` | the plan against what came |
 | `report_data.py`, `report_charts.py`, `report_page.py` | a run as one HTML page |
