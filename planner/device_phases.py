@@ -40,20 +40,43 @@ def device_use(
       hardware: number of devices and what they hold before the first array.
       optimizer_state_bytes: optimizer state per parameter in bytes.
     """
-    phases = device_phases(workload, chunks, batch, strategy, hardware.total_devices)
-    packed = packed_attention_bytes(workload, batch, strategy)
-    if packed and not hardware.unified_memory:  # the CPU backend does not use cuDNN
-        for name in {"backward", "recompute", "first_backward"} & {*phases}:
-            # Attention's turn is not that of the products around it.
-            phases[name]["packed_attention"] = max(0.0, packed - phases[name]["layer_workspace"])
+    phases = phases_on(workload, chunks, batch, strategy, hardware)
     phase = max(phases, key=lambda name: sum(phases[name].values()))
     device = dict(phases[phase])
-    if resident := resident_parameters(chunks, strategy):
-        state = (MASTER_BYTES + optimizer_state_bytes) * resident / hardware.total_devices
+    if state := resident_state_bytes(chunks, strategy, hardware, optimizer_state_bytes):
         device["resident_state"] = state
     device["allocator_fragmentation"] = FRAGMENTATION * sum(device.values())
     device["runtime_reserve"] = hardware.device_reserve_bytes
     return device, phase
+
+
+def resident_state_bytes(
+    chunks: Chunks, strategy: Strategy, hardware: HardwareProfile, optimizer_state_bytes: float
+) -> float:
+    """Training state on one device, in every phase."""
+    resident = resident_parameters(chunks, strategy)
+    return (MASTER_BYTES + optimizer_state_bytes) * resident / hardware.total_devices
+
+
+BACKWARD_PHASES = ("backward", "recompute", "first_backward")
+"""Those in which a layer chunk runs backward."""
+
+
+def phases_on(
+    workload: Workload,
+    chunks: Chunks,
+    batch: BatchShape,
+    strategy: Strategy,
+    hardware: HardwareProfile,
+) -> dict[str, dict[str, float]]:
+    """`device_phases` with what attention takes there."""
+    phases = device_phases(workload, chunks, batch, strategy, hardware.total_devices)
+    packed = packed_attention_bytes(workload, batch, strategy)
+    if packed and not hardware.unified_memory:  # the CPU backend does not use cuDNN
+        for name in {*BACKWARD_PHASES} & {*phases}:
+            # Attention's turn is not that of the products around it.
+            phases[name]["packed_attention"] = max(0.0, packed - phases[name]["layer_workspace"])
+    return phases
 
 
 def device_phases(

@@ -83,13 +83,19 @@ class DeviceSizes:
         per_parameter = compute if self._strategy.num_microbatches == 1 else compute + 4
         return float(per_parameter * chunk.num_parameters)
 
+    @property
+    def _accumulated_bytes(self) -> int:
+        return self._strategy.compute_bytes if self._strategy.num_microbatches == 1 else 4
+
+    def accumulated(self, chunk: ChunkWork) -> float:
+        """A gradient of all microbatches as trees."""
+        return float(self._accumulated_bytes * chunk.num_parameters)
+
     def packing(self, chunk: ChunkWork) -> float:
         """A gradient as trees, packed, and in fp32 where the devices sum it."""
-        accumulated = self._strategy.compute_bytes if self._strategy.num_microbatches == 1 else 4
-        widened = 4 if self._scatters and self._num_devices > 1 and accumulated < 4 else 0
-        return float(
-            accumulated * chunk.num_parameters + (accumulated + widened) * chunk.padded_parameters
-        )
+        flat = self._accumulated_bytes
+        widened = 4 if self._scatters and self._num_devices > 1 and flat < 4 else 0
+        return self.accumulated(chunk) + float((flat + widened) * chunk.padded_parameters)
 
     def summed_beside(self, chunk: ChunkWork) -> float:
         """The same of a chunk whose gradient is summed while the one below runs backward."""
@@ -180,6 +186,17 @@ class DeviceSizes:
         elements = sums.kept_elements + self._more_statistics * sums.attention_heads
         return float(self._strategy.compute_bytes * (sums.padded_parameters + tokens * elements))
 
+    def left_by_forward(self, index: int) -> float:
+        """Results of one microbatch that forward of a layer chunk leaves for backward, beside x."""
+        sums = self._between(index, index + 1)
+        end = len(self.chunks.layers) - self.num_kept
+        elements = sums.decided_elements
+        if index >= end:
+            elements += sums.kept_elements + self._more_statistics * sums.attention_heads
+        elif index >= end - self._strategy.attention_chunks and sums.attention_elements:
+            elements += sums.attention_elements + self._more_statistics * sums.heads_of_results
+        return float(self._strategy.compute_bytes * self._tokens * elements)
+
     def decided(self, num_chunks: int) -> dict[str, float]:
         """What backward of the lowest layer chunks must be given, of all microbatches."""
         elements = self.chunks.sums_below[num_chunks].decided_elements
@@ -238,14 +255,19 @@ class DeviceSizes:
         the compute dtype, whose memory the gradient of the logits has until then if it fits
         (measured on an H200, JAX 0.11.2: `docs/benchmarks/plans_h200_*.json`).
         """
-        owner = self.chunks.embed if self.tied else self.chunks.head
         if self._strategy.num_microbatches > 1:
-            return 8.0 * owner.num_parameters
+            return 2 * self.head_sum
         if self.tied:
-            return 4.0 * owner.num_parameters
-        result = float(self._strategy.compute_bytes * owner.num_parameters)
+            return self.head_sum
+        result = float(self._strategy.compute_bytes * self.chunks.head.num_parameters)
         shared = self._narrow_logits if self._narrow_logits <= result else 0.0
-        return 4.0 * owner.num_parameters + result - shared
+        return self.head_sum + result - shared
+
+    @property
+    def head_sum(self) -> float:
+        """fp32 gradient of the matrix that makes the logits, and of what is with it."""
+        owner = self.chunks.embed if self.tied else self.chunks.head
+        return 4.0 * owner.num_parameters
 
     @property
     def _loss_elements(self) -> float:

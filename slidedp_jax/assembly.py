@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +13,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from slidedp_jax.errors import UserError
 from slidedp_jax.models.streamed import StreamedModel
+from slidedp_jax.planner.compiled_check import ProgramMemory
 from slidedp_jax.planner.strategy import Strategy
 from slidedp_jax.state.fences import Fences
 from slidedp_jax.state.host_share import HostShare
-from slidedp_jax.state.host_store import HostStore
+from slidedp_jax.state.host_store import HostStore, host_sharding
 from slidedp_jax.state.layout import ChunkLayout
 from slidedp_jax.state.model_chunks import chunks_of
 from slidedp_jax.state.starting_state import (
@@ -25,8 +27,11 @@ from slidedp_jax.state.starting_state import (
     make_state,
 )
 from slidedp_jax.state.weight_rounding import WeightRounding
+from slidedp_jax.step.batch import prepare
+from slidedp_jax.step.chunk_kinds import lowest_trained
+from slidedp_jax.step.compiled_memory import StepCompiler
 from slidedp_jax.step.layer_functions import LayerFns
-from slidedp_jax.step.pipeline import Pipeline, lowest_trained
+from slidedp_jax.step.pipeline import Pipeline
 from slidedp_jax.step.programs import ComputePrograms
 from slidedp_jax.step.sliced_head import SlicedHead
 from slidedp_jax.step.sliced_head_programs import SlicedHeadPrograms
@@ -90,19 +95,59 @@ class Assembly:
     gate: StateGate
 
 
-def assemble(
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepPrograms:
+    """What a step runs on the devices, for one trainer: made without its state.
+
+    Attributes:
+      model: the decoder.
+      treatments: the optimizer, taken apart.
+      strategy: what decides them.
+      sharding: over the compute devices of all hosts, one axis `data`.
+      own_sharding: over those of this host.
+      share: what of the state lies on this host.
+      layouts: chunks in forward order.
+      layer_fns: per layer chunk, the functions of its layers.
+      route: how weights reach the devices.
+      gradients: how gradients come back.
+      on_devices: compiles for the devices.
+      programs: forward, backward and head.
+      given: optimizer, frozen patterns and decay of the average that `treatments` was made of.
+    """
+
+    model: StreamedModel
+    treatments: Treatments
+    strategy: Strategy
+    sharding: NamedSharding
+    own_sharding: NamedSharding
+    share: HostShare
+    layouts: tuple[ChunkLayout, ...]
+    layer_fns: tuple[LayerFns, ...]
+    route: WeightPath
+    gradients: GradientPath
+    on_devices: DeviceMap
+    programs: ComputePrograms
+    given: tuple[Any, ...] = ()
+
+    @property
+    def mesh(self) -> Mesh:
+        """Compute devices."""
+        assert isinstance(self.sharding.mesh, Mesh)
+        return self.sharding.mesh
+
+
+def step_programs(
     model: StreamedModel,
     treatments: Treatments,
     strategy: Strategy,
     devices: Sequence[jax.Device],
     host_devices: Sequence[jax.Device],
-    settings: Settings,
-) -> Assembly:
-    """Make the state, fill it with weights, and make what works on it.
+    given: tuple[Any, ...] = (),
+) -> StepPrograms:
+    """Cut the model into chunks and make its programs; nothing is compiled yet.
 
     Raises:
-      UserError: the strategy does not fit model or devices, or the weights are not the model's.
-        Nothing stays page-locked.
+      UserError: the strategy does not fit model or devices.
     """
     mesh = _mesh(devices)
     first, count = first_of_this_host(mesh)
@@ -121,27 +166,71 @@ def assemble(
         kinds=treatments.kinds,
         whole=treatments.whole_parameters,
     )
-    device_sharding = NamedSharding(mesh, PartitionSpec(DATA_AXIS))
-    own_sharding = device_sharding
+    sharding = NamedSharding(mesh, PartitionSpec(DATA_AXIS))
+    own_sharding = sharding
     if strategy.num_hosts > 1:
         own_mesh = _mesh(devices[first : first + count])
         own_sharding = NamedSharding(own_mesh, PartitionSpec(DATA_AXIS))
-    store = make_state(
+    dtype = jnp.dtype(strategy.compute_dtype)
+    route = weight_path(strategy.weight_route, mesh)
+    gradients = GradientPath(
+        strategy.gradient_route,
+        mesh,
+        host_sharding(host_devices[: strategy.num_host_devices]),
+        dtype,
+        own_sharding,
+    )
+    on_devices = DeviceMap(mesh, dtype)
+    programs = ComputePrograms(
         model,
-        layouts,
-        [optimizer.state_dtypes for optimizer in treatments.optimizers],
+        on_devices,
+        WirePrograms(on_devices, route, gradients),
+        loss_chunk_tokens=strategy.loss_chunk_tokens,
+        embed_trained=layouts[0].trained,
+        head_trained=layouts[-1].trained,
+    )
+    return StepPrograms(
+        model=model,
+        treatments=treatments,
+        strategy=strategy,
+        sharding=sharding,
+        own_sharding=own_sharding,
+        share=HostShare(num_hosts=strategy.num_hosts, index=first // count),
+        layouts=tuple(layouts),
+        layer_fns=tuple(layer_fns),
+        route=route,
+        gradients=gradients,
+        on_devices=on_devices,
+        programs=programs,
+        given=given,
+    )
+
+
+def assemble(
+    parts: StepPrograms, host_devices: Sequence[jax.Device], settings: Settings
+) -> Assembly:
+    """Make the state, fill it with weights, and make what works on it.
+
+    Raises:
+      UserError: the weights are not the model's, or gradients exceed the limit of page-locked
+        memory. Nothing stays page-locked.
+    """
+    strategy = parts.strategy
+    store = make_state(
+        parts.model,
+        parts.layouts,
+        [optimizer.state_dtypes for optimizer in parts.treatments.optimizers],
         strategy,
         host_devices[: strategy.num_host_devices],
-        own_sharding,
+        parts.own_sharding,
         parameters=settings.parameters,
         rounding=settings.rounding,
         seed=settings.seed,
         for_training=not settings.inference_only,
-        share=HostShare(num_hosts=strategy.num_hosts, index=first // count),
+        share=parts.share,
     )
-    shardings = device_sharding, own_sharding
     try:
-        return _around(store, model, treatments, strategy, layer_fns, shardings, settings)
+        return _around(store, parts, settings)
     except BaseException:
         store.close()
         raise
@@ -151,49 +240,33 @@ def _mesh(devices: Sequence[jax.Device]) -> Mesh:
     return Mesh(np.array(devices), (DATA_AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
 
 
-def _around(
-    store: HostStore,
-    model: StreamedModel,
-    treatments: Treatments,
-    strategy: Strategy,
-    layer_fns: Sequence[LayerFns],
-    shardings: tuple[NamedSharding, NamedSharding],
-    settings: Settings,
-) -> Assembly:
+def _around(store: HostStore, parts: StepPrograms, settings: Settings) -> Assembly:
     """What works on a state that is there; over the devices of all hosts, and of this one."""
-    device_sharding, own_sharding = shardings
-    mesh, dtype, tracer = device_sharding.mesh, jnp.dtype(strategy.compute_dtype), settings.tracer
-    assert isinstance(mesh, Mesh)
+    model, strategy, treatments = parts.model, parts.strategy, parts.treatments
+    mesh, programs, gradients, tracer = (
+        parts.mesh,
+        parts.programs,
+        parts.gradients,
+        settings.tracer,
+    )
     layouts: Sequence[ChunkLayout] = store.layouts
     frozen = [number for number, layout in enumerate(layouts) if not layout.trained_parts]
     fences = Fences(len(layouts), frozen=frozen)
     part_updates = PartUpdates(
         treatments,
         store,
-        device_sharding=own_sharding,
+        device_sharding=parts.own_sharding,
         block_size=strategy.block_size,
         form=settings.kernel_form,
     )
     for part in store.parts:
         part_updates.init(part)
-    route = weight_path(strategy.weight_route, mesh)
-    gradients = GradientPath(strategy.gradient_route, mesh, store.sharding, dtype, own_sharding)
-    on_devices = DeviceMap(mesh, dtype)
-    wire = WirePrograms(on_devices, route, gradients)
-    programs = ComputePrograms(
-        model,
-        on_devices,
-        wire,
-        loss_chunk_tokens=strategy.loss_chunk_tokens,
-        embed_trained=layouts[0].trained,
-        head_trained=layouts[-1].trained,
-    )
-    sliced_head = _sliced_head(model, strategy, layouts, on_devices, route, gradients, programs)
+    sliced_head = _sliced_head(parts)
     weights = StreamedWeights(
         store,
         fences,
-        route,
-        wire.unpack,
+        parts.route,
+        programs.wire.unpack,
         everywhere=NamedSharding(mesh, PartitionSpec()),
         with_low=strategy.compute_dtype == "float32",
         tracer=tracer,
@@ -201,11 +274,11 @@ def _around(
     )
     pipeline = Pipeline(
         layouts,
-        layer_fns,
+        parts.layer_fns,
         tied=model.tied,
         indexed=model.indexed,
         programs=programs,
-        boundaries=_boundaries(strategy, layouts, on_devices, tracer),
+        boundaries=_boundaries(strategy, layouts, parts.on_devices, tracer),
         sliced_head=sliced_head,
         prefetch_depth=strategy.prefetch_depth,
         kept_chunks=strategy.kept_chunks,
@@ -264,16 +337,9 @@ def _boundaries(
     )
 
 
-def _sliced_head(
-    model: StreamedModel,
-    strategy: Strategy,
-    layouts: Sequence[ChunkLayout],
-    on_devices: DeviceMap,
-    route: WeightPath,
-    gradients: GradientPath,
-    programs: ComputePrograms,
-) -> SlicedHead | None:
+def _sliced_head(parts: StepPrograms) -> SlicedHead | None:
     """The head in slices of the vocabulary, where the strategy wants it."""
+    model, strategy, layouts = parts.model, parts.strategy, parts.layouts
     if strategy.vocab_slices == 1:
         return None
     assert model.vocabulary is not None
@@ -289,14 +355,56 @@ def _sliced_head(
         SlicedHeadPrograms(
             model.vocabulary,
             model.vocab_size,
-            SlicePrograms(on_devices, slices, route, gradients),
-            on_devices,
+            SlicePrograms(parts.on_devices, slices, parts.route, parts.gradients),
+            parts.on_devices,
             head_trained=layouts[head].trained if model.tied else slices.other_flags,
             block_tokens=strategy.loss_chunk_tokens,
         ),
         head=head,
         slice_weights=strategy.slice_head_weights,
-        start=gradients.start,
-        make_room=gradients.make_room,
-        total=programs.total,
+        start=parts.gradients.start,
+        make_room=parts.gradients.make_room,
+        total=parts.programs.total,
     )
+
+
+def compile_step(
+    parts: StepPrograms, *, tokens_per_row: int, packed: bool = False, documents_per_row: int = 1
+) -> list[ProgramMemory]:
+    """Compile forward, backward and head before there are weights, and weigh them.
+
+    A trainer that is made with `parts` runs these very programs on rows of that length.
+
+    Args:
+      parts: of one trainer.
+      tokens_per_row: tokens of a row, padding included.
+      packed: whether rows have `segment_ids`.
+      documents_per_row: most documents of a packed row.
+    """
+    model, strategy, mesh = parts.model, parts.strategy, parts.mesh
+    shape = (mesh.size * strategy.rows_per_microbatch, tokens_per_row)
+    batch = {name: np.zeros(shape, np.int32) for name in ("input_ids", "labels")}
+    if packed:
+        batch["segment_ids"] = np.ones(shape, np.int32)
+    for name, spec in model.token_arrays.items():
+        batch[name] = np.zeros((*shape, *spec.shape), spec.dtype)
+    prepared = prepare(
+        batch,
+        vocab_size=model.vocab_size,
+        num_devices=mesh.size,
+        rows_per_microbatch=strategy.rows_per_microbatch,
+        documents_per_row=documents_per_row,
+        seed_and_step=(0, 1) if model.random else None,
+        token_arrays=model.token_arrays,
+        shifted=model.shift_labels,
+    )
+    compiler = StepCompiler(
+        model,
+        strategy,
+        parts.layouts,
+        parts.layer_fns,
+        parts.programs,
+        sums_beside=parts.gradients.sums_on_devices,
+        mesh=mesh,
+    )
+    return compiler.compile(prepared.microbatches[0])

@@ -24,7 +24,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import jax
@@ -587,6 +587,33 @@ def temporary_bytes(compiled: jax.stages.Compiled) -> int:
     if found is None:
         raise _changed("memory_analysis().temp_size_in_bytes of compiled programs")
     return int(found)
+
+
+class ProgramBytes(NamedTuple):
+    """Memory of a compiled program on one device: its temporaries, arguments and results.
+
+    `alias` are results that take the place of arguments.
+    """
+
+    temp: int
+    argument: int
+    output: int
+    alias: int
+
+
+def program_bytes(compiled: jax.stages.Compiled) -> ProgramBytes:
+    """What a compiled program takes of each device, by XLA's account.
+
+    Relies on `memory_analysis`. Without it no plan could be checked before weights are loaded.
+
+    Raises:
+      RuntimeError: this backend or version of JAX gives no such account.
+    """
+    found = compiled.memory_analysis()
+    sizes = [getattr(found, f"{name}_size_in_bytes", None) for name in ProgramBytes._fields]
+    if None in sizes:
+        raise _changed("memory_analysis() of compiled programs, with the bytes of its arrays")
+    return ProgramBytes(*(int(size) for size in sizes if size is not None))
 
 
 def bytes_accessed(compiled: jax.stages.Compiled) -> float:

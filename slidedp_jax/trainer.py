@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 from slidedp_jax import host_watch
-from slidedp_jax.assembly import Settings, assemble
+from slidedp_jax.assembly import Settings, StepPrograms, assemble, step_programs
 from slidedp_jax.checkpoint.save_beside import SaveBeside, SaveMemory
 from slidedp_jax.checkpoint.save_restore import (
     Restored,
@@ -89,6 +89,8 @@ class Trainer:
         results; None: the one known to be fastest, and a restored checkpoint's.
       num_devices: compute devices to use, the first ones of this process; None means all.
       inference_only: `step` will not be called, so no memory is page-locked for gradients.
+      programs: what `make_step_programs` has made of the same model, optimizer and strategy, for
+        this trainer alone: what has been compiled of them is not compiled again. None: made here.
       tracer: takes note of what each lane does.
 
     Raises:
@@ -116,6 +118,7 @@ class Trainer:
         kernel_form: KernelForm | None = None,
         num_devices: int | None = None,
         inference_only: bool = False,
+        programs: StepPrograms | None = None,
         tracer: Tracer | None = None,
     ):
         guard = StepGuard(
@@ -138,8 +141,20 @@ class Trainer:
         self._hosts = current_setup().hosts
         _check_hosts(self._hosts, strategy, num_devices)
         self._devices = _first(devices, num_devices)
-        treatments = Treatments(optimizer, trained_shapes(model, frozen), ema_decay=ema_decay)
-        _warn_of_whole_parameters(treatments)
+        if programs is None:
+            programs = make_step_programs(
+                model,
+                optimizer,
+                strategy=strategy,
+                frozen=frozen,
+                ema_decay=ema_decay,
+                num_devices=num_devices,
+            )
+        else:
+            _check_made_for(
+                programs, model, strategy, self._devices, _given(optimizer, frozen, ema_decay)
+            )
+        _warn_of_whole_parameters(programs.treatments)
         settings = Settings(
             parameters=parameters,
             rounding=WeightRounding.of(weight_rounding or DEFAULT_ROUNDING, seed),
@@ -152,7 +167,7 @@ class Trainer:
             inference_only=inference_only,
             tracer=self._tracer,
         )
-        parts = assemble(model, treatments, strategy, self._devices, host_devices, settings)
+        parts = assemble(programs, host_devices, settings)
         self.store, self.weights, self.gate = parts.store, parts.weights, parts.gate
         self._save_memory = SaveMemory(self.store.owned_bytes)
         self._fences, self._updates, self._gradients = parts.fences, parts.updates, parts.gradients
@@ -566,6 +581,67 @@ class Trainer:
         self.gate.check_open()
         if self._inference_only:
             raise UserError("the trainer was made with inference_only=True, so it cannot train")
+
+
+def make_step_programs(
+    model: StreamedModel,
+    optimizer: optax.GradientTransformation,
+    *,
+    strategy: Strategy,
+    frozen: Sequence[str] = (),
+    ema_decay: float | None = None,
+    num_devices: int | None = None,
+) -> StepPrograms:
+    """What a trainer's steps will run on the devices, before there is any state.
+
+    Args:
+      model: as for `Trainer`, and so on.
+      optimizer: the same.
+      strategy: the same.
+      frozen: the same.
+      ema_decay: the same.
+      num_devices: the same.
+
+    Raises:
+      UserError: as `Trainer`, for all that its weights have no part in.
+    """
+    devices, host_devices = current_setup().devices()
+    treatments = Treatments(optimizer, trained_shapes(model, frozen), ema_decay=ema_decay)
+    return step_programs(
+        model,
+        treatments,
+        strategy,
+        _first(devices, num_devices),
+        host_devices,
+        _given(optimizer, frozen, ema_decay),
+    )
+
+
+def _given(
+    optimizer: optax.GradientTransformation, frozen: Sequence[str], ema_decay: float | None
+) -> tuple[Any, ...]:
+    """What treatments are made of."""
+    return optimizer, tuple(frozen), ema_decay
+
+
+def _check_made_for(
+    programs: StepPrograms,
+    model: StreamedModel,
+    strategy: Strategy,
+    devices: Sequence[jax.Device],
+    given: tuple[Any, ...],
+) -> None:
+    for what, same in (
+        ("model", programs.model is model),
+        ("strategy", programs.strategy == strategy),
+        ("optimizer, frozen or ema_decay", programs.given == given),
+        ("devices", list(programs.mesh.devices.flat) == list(devices)),
+    ):
+        if not same:
+            raise UserError(
+                f"the programs were made for other {what} than the trainer's; give "
+                "make_step_programs what the trainer is given"
+            )
 
 
 def _warn_of_whole_parameters(treatments: Treatments) -> None:

@@ -116,6 +116,12 @@ class PartState:
 AnyPartState = PartState | DevicePartState
 
 
+def host_sharding(host_devices: Sequence[jax.Device]) -> NamedSharding:
+    """That of the flat arrays of the state, over CPU devices."""
+    mesh = Mesh(np.array(host_devices), (HOST_AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
+    return NamedSharding(mesh, PartitionSpec(HOST_AXIS), memory_kind="pinned_host")
+
+
 class HostStore:
     """Training state of all chunks; that of resident ones stays on the compute devices.
 
@@ -146,12 +152,8 @@ class HostStore:
         share: HostShare = WHOLE,
     ):
         self.share = share
-        self.mesh = Mesh(
-            np.array(host_devices), (HOST_AXIS,), axis_types=(jax.sharding.AxisType.Auto,)
-        )
-        self.sharding = NamedSharding(
-            self.mesh, PartitionSpec(HOST_AXIS), memory_kind="pinned_host"
-        )
+        self.sharding = host_sharding(host_devices)
+        self.mesh = self.sharding.mesh
         self._halves = _Halves()
         self.layouts = tuple(layouts)
         self.rounding = rounding

@@ -18,9 +18,9 @@ import jax
 
 from slidedp_jax.models.streamed import Cache, CachedFn, LayerOutput
 from slidedp_jax.state.layout import ChunkLayout
+from slidedp_jax.step.chunk_kinds import ChunkKinds
 from slidedp_jax.step.in_flight import InFlight, LeftByForward, StepOutputs
-from slidedp_jax.step.kept_programs import DECISIONS, EVERYTHING, ONLY_ATTENTION
-from slidedp_jax.step.layer_functions import ChunkKind, LayerFns
+from slidedp_jax.step.layer_functions import LayerFns
 from slidedp_jax.step.programs import ComputePrograms
 from slidedp_jax.step.sliced_head import SlicedHead
 from slidedp_jax.tracer import Tracer
@@ -32,11 +32,6 @@ DeviceBatch = Mapping[str, jax.Array]
 
 GradientSink = Callable[[int, Sequence[jax.Array | SentSlices]], None]
 """Takes a chunk and its gradient as the devices send it (`routes.GradientPath.to_wire`)."""
-
-
-def lowest_trained(layouts: Sequence[ChunkLayout]) -> int:
-    """The lowest chunk of which anything is trained; nothing below runs backward."""
-    return next(number for number, layout in enumerate(layouts) if layout.trained_parts)
 
 
 class Pipeline:
@@ -90,11 +85,15 @@ class Pipeline:
         self._tracer = tracer
         self._head = len(layouts) - 1
         self._whole_end = self._head + (1 if sliced_head is None else 0)
-        self._lowest = lowest_trained(layouts)
-        self._last_layers = max(1, self._lowest)
-        self._kept = range(max(self._last_layers, self._head - kept_chunks), self._head)
-        lowest_kept = max(self._last_layers, self._kept.start - attention_chunks)
-        self._attention_kept = range(lowest_kept, self._kept.start)
+        self._kinds = ChunkKinds(
+            layouts,
+            layer_fns,
+            programs,
+            kept_chunks=kept_chunks,
+            attention_chunks=attention_chunks,
+        )
+        self._lowest, self._last_layers = self._kinds.lowest, self._kinds.last_layers
+        self._kept = self._kinds.kept
         self._embed_reads_values: bool | None = None
         self._layer_indices: dict[int, jax.Array] = {}
 
@@ -278,7 +277,10 @@ class Pipeline:
                 self._boundaries.put(chunk, previous)  # a copy runs beside what comes next
             with self._tracer.span("compute", f"forward {self._layouts[chunk].name}"):
                 if chunk >= self._last_layers:
-                    left.kinds[chunk] = self._kind(chunk, trees, previous[0], microbatches)
+                    own = self._of_chunk(chunk, microbatches[0])
+                    left.kinds[chunk] = self._kinds.kind(
+                        chunk, trees, previous[0], own, widen=len(microbatches) > 1
+                    )
                 xs = self._chunk_forward(chunk, trees, previous, microbatches, left)
             if keep_from == self._head:
                 left.residuals.pop(chunk, None)
@@ -328,25 +330,6 @@ class Pipeline:
                 left.sums[chunk] = [output.sums for output in outputs]
             outputs = [output.x for output in outputs]
         return outputs
-
-    def _kind(
-        self, chunk: int, trees: Any, x: jax.Array, microbatches: Sequence[DeviceBatch]
-    ) -> ChunkKind:
-        """Of a layer chunk that runs backward, with what it runs forward on."""
-        layer_fns = self._layer_fns[chunk - 1]
-        gives = self._programs.gives(layer_fns, trees, x, self._of_chunk(chunk, microbatches[0]))
-        keeps = DECISIONS if gives.decided else frozenset()
-        if chunk in self._attention_kept:
-            keeps = ONLY_ATTENTION
-        return ChunkKind(
-            layer_fns=layer_fns,
-            widen=len(microbatches) > 1,
-            trained=self._layouts[chunk].trained,
-            needs_dx=chunk > self._lowest,
-            gives_aux=gives.aux,
-            gives_sums=gives.sums,
-            keeps=EVERYTHING if chunk in self._kept else keeps,
-        )
 
     def _fetched_below(self, chunk: int) -> list[int]:
         """Layer chunks below `chunk` that backward fetches, in its order."""
@@ -452,8 +435,7 @@ class Pipeline:
         if not self._indexed and "row_seeds" not in batch:
             return batch
         if chunk not in self._layer_indices:
-            first = sum(len(fns) for fns in self._layer_fns[: chunk - 1])
-            self._layer_indices[chunk] = self._programs.layer_index(first)
+            self._layer_indices[chunk] = self._programs.layer_index(self._kinds.first_layer(chunk))
         return {**batch, "layer_index": self._layer_indices[chunk]}
 
     def _embed_pass(
