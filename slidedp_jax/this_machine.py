@@ -162,6 +162,7 @@ def plan_for(
     hardware: HardwareProfile | str | None = None,
     hardware_profile: str | os.PathLike[str] | None = None,
     update_flops: float = 0.0,
+    held_back_bytes: float = 0.0,
     strategy: Strategy | None = None,
 ) -> Plan:
     """The fastest strategy for this process's devices that fits the budgets.
@@ -193,6 +194,8 @@ def plan_for(
         in its usual place; None: those of the nearest preset.
       update_flops: operations of the optimizer's products on the host per step
         (`planner.whole_updates.update_flops`).
+      held_back_bytes: memory of each device that is left free beside its reserve, for programs that
+        take more than is planned for them (`planner.compiled_check`).
       strategy: what has been decided, such as that of a run that is resumed; None: the fastest.
 
     Raises:
@@ -220,6 +223,9 @@ def plan_for(
         num_parameters=workload.num_parameters,
         optimizer_state_bytes=optimizer_state_bytes,
     )
+    if held_back_bytes:
+        reserve = hardware.device_reserve_bytes + held_back_bytes
+        hardware = replace(hardware, device_reserve_bytes=reserve)
     try:
         return plan(
             workload,

@@ -106,6 +106,7 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int, stop: S
         load_inputs,
         setting_notes,
     )
+    from slidedp_jax.run.compiled import checked_parts, is_checked, make_parts
     from slidedp_jax.run.disk import disk_of_run
     from slidedp_jax.run.expert_products import changed_products, check_expert_products
     from slidedp_jax.run.folder import BEGINS_ANEW
@@ -149,6 +150,11 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int, stop: S
     if whole:
         print(data_details(inputs))
     plan = plan_or_ways_out(args, inputs, num_devices, strategy)
+    if is_checked(args, inputs, plan):
+        parts, compiled_notes = checked_parts(args, inputs, num_devices, plan, strategy)
+        plan, notes = parts.plan, [*notes, *compiled_notes]
+    else:
+        parts = make_parts(args, inputs, plan)
     notes += profile_notes(args)
     if strategy is None:
         notes += choices_note(args, inputs, num_devices, plan)
@@ -165,7 +171,7 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int, stop: S
     if inputs.pretrained.hub_name is not None:
         inputs.pretrained.fetch_weights()
     try:
-        return Run(args, folder, inputs, plan, disk, stop, started).run(resumed)
+        return Run(args, folder, inputs, parts, disk, stop, started).run(resumed)
     except BaseException as error:
         if folder.failed():
             print("the run that was to be replaced is left as it was", file=sys.stderr)

@@ -17,7 +17,7 @@ import optax
 
 from slidedp_jax import assembly, trainer
 from slidedp_jax.models import decoder
-from slidedp_jax.run import loop
+from slidedp_jax.run import compiled
 from slidedp_jax.update import part_updates, treatments
 
 _compiled = {}
@@ -142,7 +142,7 @@ def _share_optimizers() -> None:
         elsewhere = {"output_dir": "", "save_steps": None, "save_total_limit": 1, "export": False}
         return dataclasses.replace(args, **elsewhere), num_steps
 
-    loop.make_optimizer = _once(loop.make_optimizer, settings)
+    compiled.make_optimizer = _once(compiled.make_optimizer, settings)
 
 
 def _once(make, key_of):

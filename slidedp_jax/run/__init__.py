@@ -10,6 +10,7 @@
 | `checks.py` | what is checked before anything expensive |
 | `expert_products.py` | which kernels compute a mixture's products |
 | `ways_out.py` | the plan, or what would fit where nothing does |
+| `compiled.py` | its programs compiled before weights are loaded, and the plan checked by them |
 | `batch_size.py` | rows of a step: the planner's choice, and what others would give |
 | `resume.py` | going on with a run: how much is left, what has changed, by which plan |
 | `same_inputs.py` | whether rows, tokenizer and model are those of the run, by content |

@@ -200,6 +200,7 @@ def make_plan(
     *,
     rows_per_step: int | None = None,
     decided: Mapping[str, Any] | None = None,
+    held_back_bytes: float = 0.0,
 ) -> Plan:
     """The strategy for this machine, or for `args.hardware` in a dry run.
 
@@ -210,6 +211,7 @@ def make_plan(
       strategy: what has been decided; it is only costed.
       rows_per_step: other than those of `inputs`, to see what they would take.
       decided: `Choices` beside those of the settings.
+      held_back_bytes: device memory that the plan leaves free (`this_machine.plan_for`).
 
     Raises:
       UserError: nothing fits; every limit is listed.
@@ -249,6 +251,7 @@ def make_plan(
         hardware=hardware,
         hardware_profile=args.hardware_profile,
         update_flops=update_flops(args.optim, _trained_shapes(args, inputs.pretrained.config)),
+        held_back_bytes=held_back_bytes,
         strategy=strategy,
     )
 

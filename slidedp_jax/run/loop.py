@@ -19,12 +19,12 @@ from slidedp_jax.checkpoint.record import ROUNDING
 from slidedp_jax.interrupts import EXIT_AGAIN, StopAtSignal
 from slidedp_jax.planner.hardware import size_text
 from slidedp_jax.planner.report import plan_as_dict
-from slidedp_jax.planner.search import Plan
 from slidedp_jax.planner.workload import BatchShape, Workload
 from slidedp_jax.process import current_setup
 from slidedp_jax.run.arguments import TrainArguments
 from slidedp_jax.run.changes import starts
 from slidedp_jax.run.checks import RunInputs
+from slidedp_jax.run.compiled import Parts, check_record
 from slidedp_jax.run.disk import RunDisk
 from slidedp_jax.run.evaluations import (
     Measure,
@@ -47,7 +47,6 @@ from slidedp_jax.run.held_out import (
 from slidedp_jax.run.learning_rate import learning_rate
 from slidedp_jax.run.many_hosts import all_say, together_of
 from slidedp_jax.run.metrics_file import MetricsFile
-from slidedp_jax.run.optimizers import make_optimizer
 from slidedp_jax.run.overview import step_seconds
 from slidedp_jax.run.profile import Profile
 from slidedp_jax.run.progress import LoadProgress, Progress
@@ -75,7 +74,7 @@ class Run:
         args: TrainArguments,
         folder: RunFolder,
         inputs: RunInputs,
-        plan: Plan,
+        parts: Parts,
         disk: RunDisk,
         stop: StopAtSignal,
         started: datetime.datetime,
@@ -83,7 +82,8 @@ class Run:
         self._args = args
         self._folder = folder
         self._inputs = inputs
-        self._plan = plan
+        self._parts = parts
+        self._plan = plan = parts.plan
         self._disk = disk
         self._stop = stop
         self._started = started
@@ -162,7 +162,7 @@ class Run:
         return self._finish(trainer, complete=complete)
 
     def _trainer(self, *, load: bool) -> Trainer:
-        args, inputs, strategy = self._args, self._inputs, self._plan.strategy
+        args, inputs, parts = self._args, self._inputs, self._parts
         pretrained = inputs.pretrained
         start = time.perf_counter()
 
@@ -170,16 +170,10 @@ class Run:
             pretrained.load_parameters(LoadProgress(write, pretrained.config.num_parameters))
 
         trainer = Trainer(
-            pretrained.model(
-                args.attention,
-                router_aux_loss_coef=args.router_aux_loss_coef,
-                router_z_loss_coef=args.router_z_loss_coef,
-                expert_products=args.expert_products,
-                label_smoothing=args.label_smoothing_factor,
-                z_loss_coef=args.z_loss_coef,
-            ),
-            make_optimizer(args, inputs.num_steps),
-            strategy=strategy,
+            parts.model,
+            parts.optimizer,
+            strategy=parts.plan.strategy,
+            programs=parts.programs,
             parameters=read_weights if load else TO_BE_RESTORED,
             frozen=args.freeze,
             ema_decay=args.ema_decay,
@@ -509,6 +503,7 @@ class Run:
         return {
             "arguments": dataclasses.asdict(self._args),
             "plan": plan_as_dict(self._plan),
+            "compiled_memory": check_record(self._parts.check),
             "predicted": {"step_s": step_seconds(self._plan, self._inputs)},
             "disk": self._disk.record(),
             "planned_for": planned_for(),

@@ -24,6 +24,7 @@ def plan_or_ways_out(
     strategy: Strategy | None = None,
     *,
     rows_per_step: int | None = None,
+    held_back_bytes: float = 0.0,
 ) -> Plan:
     """`checks.make_plan`.
 
@@ -31,22 +32,35 @@ def plan_or_ways_out(
       UserError: nothing fits; every limit is listed, and what was tried beside.
     """
     try:
-        return make_plan(args, inputs, num_devices, strategy, rows_per_step=rows_per_step)
+        return make_plan(
+            args,
+            inputs,
+            num_devices,
+            strategy,
+            rows_per_step=rows_per_step,
+            held_back_bytes=held_back_bytes,
+        )
     except UserError as error:
         refused = error.__cause__ if isinstance(error.__cause__, PlanError) else None
         if refused is None or refused.request is None:
             raise
-        ways = _ways_out(args, inputs, num_devices, refused, refused.request)
+        ways = _ways_out(args, inputs, num_devices, refused, refused.request, held_back_bytes)
         also = ["Also tried:", *(f"- {way}." for way in ways)] if ways else []
         raise UserError("\n".join([str(error), *also])) from error
 
 
 def _ways_out(
-    args: TrainArguments, inputs: RunInputs, num_devices: int, error: PlanError, request: Request
+    args: TrainArguments,
+    inputs: RunInputs,
+    num_devices: int,
+    error: PlanError,
+    request: Request,
+    held_back_bytes: float,
 ) -> list[str]:
     def with_optimizer(name: OptimizerName) -> Plan:
         try:
-            return make_plan(replace(args, optim=name), inputs, num_devices)
+            other = replace(args, optim=name)
+            return make_plan(other, inputs, num_devices, held_back_bytes=held_back_bytes)
         except UserError as error:
             if isinstance(error.__cause__, PlanError):
                 raise error.__cause__ from None

@@ -53,7 +53,7 @@ def lowered():
     class Listener(logging.Handler):
         def emit(self, record):
             if record.getMessage().startswith("Compiling "):
-                found[record.getMessage()] += 1
+                found[record.getMessage().split(" Argument mapping")[0]] += 1
 
     listener, propagates = Listener(), log.propagate
     log.addHandler(listener)
