@@ -157,7 +157,7 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int, stop: S
         parts = make_parts(args, inputs, plan)
     notes += profile_notes(args)
     if strategy is None:
-        notes += choices_note(args, inputs, num_devices, plan)
+        notes += choices_note(args, inputs, num_devices, plan, parts.held_back_bytes)
     check_alike(plan, inputs)
     notes += batch_notes(args, inputs, plan, num_devices)
     at_once = plan.strategy.rows_per_microbatch * inputs.source.widths[-1]

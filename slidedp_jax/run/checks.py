@@ -168,7 +168,11 @@ _PERMISSIONS = ("keep_activations", "resident_state")
 
 
 def choices_note(
-    args: TrainArguments, inputs: RunInputs, num_devices: int, plan: Plan
+    args: TrainArguments,
+    inputs: RunInputs,
+    num_devices: int,
+    plan: Plan,
+    held_back_bytes: float = 0.0,
 ) -> list[str]:
     """What the settings of the strategy cost, where the planner's own would be faster.
 
@@ -177,6 +181,7 @@ def choices_note(
       inputs: model and data.
       num_devices: compute devices.
       plan: as they say.
+      held_back_bytes: device memory that it leaves free.
     """
     names = (*_CHOICES, *_PERMISSIONS)
     undecided: dict[str, Any] = dict.fromkeys(names)
@@ -184,7 +189,7 @@ def choices_note(
 
     def without() -> Plan:
         try:
-            return make_plan(free, inputs, num_devices)
+            return make_plan(free, inputs, num_devices, held_back_bytes=held_back_bytes)
         except UserError as error:
             raise PlanError(str(error)) from None
 

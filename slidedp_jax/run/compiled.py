@@ -35,6 +35,7 @@ class Parts:
       optimizer: the optimizer.
       programs: what its steps run; None: the trainer makes its own.
       check: the plan's memory with compiled programs; None where none was made.
+      held_back_bytes: device memory that the plan leaves free for them.
     """
 
     plan: Plan
@@ -42,6 +43,7 @@ class Parts:
     optimizer: optax.GradientTransformation
     programs: StepPrograms | None = None
     check: CompiledCheck | None = None
+    held_back_bytes: float = 0.0
 
 
 def make_parts(args: TrainArguments, inputs: RunInputs, plan: Plan) -> Parts:
@@ -115,6 +117,7 @@ def checked_parts(
             optimizer=parts.optimizer,
             programs=programs,
             check=check,
+            held_back_bytes=held_back,
         )
         if check.fits:
             text = check.describe()
