@@ -180,9 +180,7 @@ def compiled_check(
     )
     phases = {
         name: sum(parts.values())
-        for name, parts in phases_on(
-            job.workload, chunks, job.batch, strategy, hardware
-        ).items()
+        for name, parts in phases_on(job.workload, chunks, job.batch, strategy, hardware).items()
     }
     lasting = resident_state_bytes(chunks, strategy, hardware, job.optimizer_state_bytes)
     compiled = dict(phases)
