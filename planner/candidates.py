@@ -165,14 +165,8 @@ def neighbours(
     per_device = -(-batch.num_rows // num_devices)
     rows = _microbatch_rows(per_device, choices.rows_per_microbatch)
     at = rows.index(strategy.rows_per_microbatch)
-    tokens = choices.loss_chunk_tokens or min(LEAN_LOSS_TOKENS, strategy.loss_chunk_tokens)
     own_loss = workload.own_loss_tokens is not None
-    lean = replace(
-        strategy,
-        prefetch_depth=choices.prefetch_depth or min(PREFETCH_DEPTHS),
-        loss_chunk_tokens=strategy.loss_chunk_tokens if own_loss else tokens,
-    )
-    for base in (strategy, lean):
+    for base in (strategy, leaner(choices, workload, strategy)):
         for other in rows[max(0, at - 1) : at + 2]:
             in_all = -(-per_device // other)
             yield replace(base, rows_per_microbatch=other, num_microbatches=in_all)
@@ -187,6 +181,17 @@ def neighbours(
         for tokens in _chosen(choices.loss_chunk_tokens, LOSS_CHUNKS_TOKENS[::2]):
             if tokens < strategy.rows_per_microbatch * batch.seq_length:
                 yield replace(strategy, loss_chunk_tokens=tokens)
+
+
+def leaner(choices: Choices, workload: Workload, strategy: Strategy) -> Strategy:
+    """The strategy with less fetched ahead and a small loss chunk, where that is not decided."""
+    tokens = choices.loss_chunk_tokens or min(LEAN_LOSS_TOKENS, strategy.loss_chunk_tokens)
+    own_loss = workload.own_loss_tokens is not None
+    return replace(
+        strategy,
+        prefetch_depth=choices.prefetch_depth or min(PREFETCH_DEPTHS),
+        loss_chunk_tokens=strategy.loss_chunk_tokens if own_loss else tokens,
+    )
 
 
 def _chosen(choice: _T | None, options: tuple[_T, ...]) -> tuple[_T, ...]:

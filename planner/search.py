@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-from slidedp_jax.planner.candidates import Choices, neighbours
+from slidedp_jax.planner.candidates import Choices, leaner, neighbours
 from slidedp_jax.planner.errors import PlanError
 from slidedp_jax.planner.fitting import sort_by_fit
 from slidedp_jax.planner.hardware import ComputeDtype, HardwareProfile, size_text
@@ -48,7 +48,7 @@ NEARLY = 1.01
 AS_GOOD = 1.005
 """The same where that reason is host memory, which costs nothing if it is there."""
 
-SMALL_LOSS_CHUNKS_TOKENS, LARGE_LOGITS = (1024, 256), 0.1
+SMALL_LOSS_CHUNKS_TOKENS, LARGE_LOGITS = (1024, 256), 0.03
 """Loss chunks that are small, and from which share of a device's memory on logits are large."""
 
 TOLERATED = 1.05
@@ -247,14 +247,16 @@ def _bases(
     """Strategies of which it is tried how much state is best on the devices.
 
     How fast one is with all state on the host says little about that. So for each chunk size and
-    weight route, whose copies it spares, the one with the lowest bound is tried; where logits take
+    weight route, whose copies it spares, the one with the lowest bound is tried, and of those that
+    take all rows at a time the one; where logits take
     much of the memory, also with small loss chunks, which leave more for state.
     """
     job = request.job
     kinds: dict[object, Strategy] = {}
     for _, strategy in fitting:
         if strategy.gradient_route == "reduce_scatter":
-            kinds.setdefault((strategy.layers_per_chunk, strategy.weight_route), strategy)
+            whole = strategy.num_microbatches == 1  # which needs no sums in fp32
+            kinds.setdefault((strategy.layers_per_chunk, strategy.weight_route, whole), strategy)
     for one in ranked[:NUM_REFINED]:
         if one.strategy.gradient_route == "reduce_scatter":
             kinds[one.strategy] = one.strategy
@@ -263,6 +265,8 @@ def _bases(
     bases += sorted(tried, key=lambda strategy: strategy.layers_per_chunk)[:1]
     for strategy in dict.fromkeys(bases):
         tried += with_more_on_host(job, strategy)
+    # What little a leaner one of a kind saves may be what the last state needs to fit.
+    tried += [leaner(request.choices, job.workload, strategy) for strategy in kinds.values()]
     if request.choices.loss_chunk_tokens is None and job.workload.own_loss_tokens is None:
         for tokens in SMALL_LOSS_CHUNKS_TOKENS:
             tried += [
