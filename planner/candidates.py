@@ -176,7 +176,8 @@ def neighbours(
         for route in _chosen(choices.weight_route, WEIGHT_ROUTES):
             yield replace(strategy, weight_route=route)
     if strategy.vocab_slices > 1:
-        yield replace(strategy, vocab_slices=1, slice_head_weights=False)
+        strategy = replace(strategy, vocab_slices=1, slice_head_weights=False)
+        yield strategy
     if not own_loss:
         for tokens in _chosen(choices.loss_chunk_tokens, LOSS_CHUNKS_TOKENS[::2]):
             if tokens < strategy.rows_per_microbatch * batch.seq_length:
