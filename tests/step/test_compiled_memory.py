@@ -45,25 +45,37 @@ CASES = {
 QUICK = ("three devices",)
 
 
+COMPILED = "compiled"
+
+
 @contextlib.contextmanager
 def lowered():
-    """What JAX says of each program that it lowers within, with the shapes of its arguments."""
-    found, log = collections.Counter(), logging.getLogger("jax._src.interpreters.pxla")
+    """What JAX says of each program that it lowers within, with the shapes of its arguments.
+
+    And under `COMPILED`, how many this thread has had XLA compile.
+    """
+    found = collections.Counter()
+    logs = [logging.getLogger(f"jax._src.{name}") for name in ("interpreters.pxla", "dispatch")]
 
     class Listener(logging.Handler):
         def emit(self, record):
-            if record.getMessage().startswith("Compiling "):
-                found[record.getMessage().split(" Argument mapping")[0]] += 1
+            text = record.getMessage()
+            if text.startswith("Compiling "):
+                found[text.split(" Argument mapping")[0]] += 1
+            elif text.startswith("Finished XLA compilation"):
+                found[COMPILED] += 1
 
-    listener, propagates = Listener(), log.propagate
-    log.addHandler(listener)
-    log.propagate = False
+    listener, propagates = Listener(), [log.propagate for log in logs]
+    for log in logs:
+        log.addHandler(listener)
+        log.propagate = False
     try:
         with jax.log_compiles():
             yield found
     finally:
-        log.removeHandler(listener)
-        log.propagate = propagates
+        for log, before in zip(logs, propagates, strict=True):
+            log.removeHandler(listener)
+            log.propagate = before
 
 
 def made(name, optimizer):
@@ -111,7 +123,11 @@ def test_a_step_finds_its_programs_compiled(name):
                 programs, tokens_per_row=TOKENS, packed=packed, documents_per_row=2
             )
         then, same_loss = first_step(model, given, programs=programs)
+    assert COMPILED not in before  # but in threads
     assert len(compiled) == before.total()
+    for of_step in (then, alone):  # nothing that was lowered before is compiled now
+        count = of_step.pop(COMPILED)
+        assert count == of_step.total()
     assert before + then == alone
     assert same_loss == loss
     works = {"forward", "backward"} | (set() if "vocab_slices" in changes else {"head"})
