@@ -290,7 +290,9 @@ def _bases(
     for strategy in dict.fromkeys(bases):
         tried += with_more_on_host(job, strategy)
     # What little a leaner one of a kind saves may be what the last state needs to fit.
-    tried += [leaner(request.choices, job.workload, strategy) for strategy in kinds.values()]
+    lean = [leaner(request.choices, job.workload, strategy) for strategy in kinds.values()]
+    tried += lean
+    tried += [replace(one, vocab_slices=1, slice_head_weights=False) for one in lean]
     if request.choices.loss_chunk_tokens is None and job.workload.own_loss_tokens is None:
         for tokens in SMALL_LOSS_CHUNKS_TOKENS:
             tried += [
