@@ -155,6 +155,8 @@ def neighbours(
 ) -> Iterator[Strategy]:
     """Strategies that differ in one respect, as far as it has not been decided; and leaner ones.
 
+    One row at a time is always among them: it leaves most room for state.
+
     Args:
       workload: the model.
       batch: rows of a step over all devices.
@@ -167,7 +169,7 @@ def neighbours(
     at = rows.index(strategy.rows_per_microbatch)
     own_loss = workload.own_loss_tokens is not None
     for base in (strategy, leaner(choices, workload, strategy)):
-        for other in rows[max(0, at - 1) : at + 2]:
+        for other in dict.fromkeys((rows[0], *rows[max(0, at - 1) : at + 2])):
             in_all = -(-per_device // other)
             yield replace(base, rows_per_microbatch=other, num_microbatches=in_all)
     for depth in _chosen(choices.prefetch_depth, PREFETCH_DEPTHS):
