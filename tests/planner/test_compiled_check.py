@@ -142,6 +142,15 @@ def test_what_a_program_takes_more_counts_in_its_own_phases():
     assert arrays < planned and check.beyond_bytes == 0
 
 
+def test_the_lowest_chunk_runs_backward_beside_gradients_of_resident_ones():
+    job, strategy = job_of(BY_HAND)
+    strategy = replace(strategy, kept_chunks=0, resident_chunks=37)
+    for chunks, phase in (((1, 0), "first_backward"), ((1,), "backward")):
+        sizes = {"temp": 200 * GIB, "output": 1, "alias": 0, "argument": 1}
+        program = ProgramMemory(name="", work="backward", chunks=chunks, **sizes)
+        assert compiled_check(job, strategy, [program]).phase == phase
+
+
 def test_gradients_that_a_program_is_given_are_not_its_own():
     """Of a sum over microbatches, in fp32, it makes no second one."""
     result = next(result for result in PLANS if result["point"] == "mistral-7b-32gib")
