@@ -69,7 +69,9 @@ JOBS = {
     ),
     "one row leaves room for state": job(
         *("llama-3.1-8b", 2, "a100-40g", 2, 12, 4096),
-        **{"device_gib": 17.42, "host_gib": 85.7, "state_bytes": 12.0},
+        device_gib=17.42,
+        host_gib=85.7,
+        state_bytes=12.0,
     ),
     "slices or small loss chunks": job(
         *("qwen3-0.6b", 2, "l40s", 8, 8, 512),
