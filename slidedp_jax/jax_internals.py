@@ -46,6 +46,15 @@ other weights (docs/benchmarks). Steps are as fast, and compiling is twice as fa
 process at a flag that it does not know; one that means something else shows in `check_same_bits`.
 """
 
+WITHOUT_GRAPHS: Mapping[str, str] = {"xla_gpu_enable_command_buffer": ""}
+"""XLA flags under which no programs become CUDA graphs.
+
+When jax.profiler stops, it has CUPTI let go of the process, and where XLA has made graphs of
+programs the next call of CUDA then fails for good with CUDA_ERROR_LAUNCH_FAILED (JAX 0.11.2, CUDA
+13, an H200; github.com/jax-ml/jax #40260). Steps of a small model, which Python bounds, take an
+eighth longer without graphs.
+"""
+
 MULTI_OUTPUT_FUSION = "xla_cpu_use_multi_output_fusion"
 """Option of XLA:CPU under which the outputs of one host update are compiled together.
 

@@ -42,6 +42,7 @@ class ProcessSetup:
       pinned_limit_gib: limit of JAX's pool of page-locked host memory in GiB; CPUs have none.
       compilation_cache: folder of compiled programs; None: JAX's own setting.
       hosts: those that train together, each with as many devices.
+      profiled: whether GPUs can be gone on with when jax.profiler has stopped.
     """
 
     platform: str
@@ -52,6 +53,7 @@ class ProcessSetup:
     pinned_limit_gib: int
     compilation_cache: str | None
     hosts: Hosts = SINGLE
+    profiled: bool = False
 
     def devices(self) -> tuple[list[jax.Device], list[jax.Device]]:
         """Compute devices and host devices, two disjoint lists; starts JAX's backends.
@@ -119,6 +121,7 @@ def configure(
     num_hosts: int | None = None,
     host_index: int | None = None,
     coordinator: str | None = None,
+    profiled: bool = False,
 ) -> ProcessSetup:
     """Fix platforms, CPU devices, XLA flags and memory limits; the first line of a script.
 
@@ -139,6 +142,8 @@ def configure(
         environment or a launcher says (`slidedp_jax.hosts`). With several, this waits for all.
       host_index: which one this is, from 0; None: likewise.
       coordinator: `address:port` where they meet, a private address of the first; None: likewise.
+      profiled: jax.profiler will look at GPUs and be stopped before the work is done; then no CUDA
+        graphs are made, since the process cannot use the GPUs any more otherwise.
 
     Returns:
       The set-up; a second call with the same arguments returns it again.
@@ -186,6 +191,7 @@ def configure(
         hosts=resolve_hosts(
             os.environ, num_hosts=num_hosts, host_index=host_index, coordinator=coordinator
         ),
+        profiled=profiled and resolved == "cuda",
     )
     if _setup is not None and _asked is not None:
         _check_same(_asked, wanted)
@@ -267,6 +273,8 @@ def _set_environment(wanted: ProcessSetup) -> ProcessSetup:
         return wanted
     _map_large_allocations()
     jax_internals.add_xla_flags(jax_internals.CHOOSE_WITHOUT_TIMING)
+    if wanted.profiled:
+        jax_internals.add_xla_flags(jax_internals.WITHOUT_GRAPHS)
     fraction = jax_internals.set_gpu_memory_fraction(wanted.device_memory_fraction)
     limit_gib = jax_internals.set_pinned_limit_gib(wanted.pinned_limit_gib)
     return replace(wanted, device_memory_fraction=fraction, pinned_limit_gib=limit_gib)

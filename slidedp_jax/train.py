@@ -193,6 +193,7 @@ def _configure(args: TrainArguments) -> ProcessSetup:
             num_hosts=1 if elsewhere else args.num_hosts,
             host_index=None if elsewhere else args.host_index,
             coordinator=None if elsewhere else args.coordinator,
+            profiled=args.profiled is not None,
         )
     except UserError:
         raise

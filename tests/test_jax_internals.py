@@ -93,6 +93,7 @@ def test_a_jax_that_does_not_tell_is_named(monkeypatch):
     "flag",
     [
         *(f"--{name}={value}" for name, value in jax_internals.CHOOSE_WITHOUT_TIMING.items()),
+        *(f"--{name}={value}" for name, value in jax_internals.WITHOUT_GRAPHS.items()),
         jax_internals.RAGGED_DOT_FUSION,
     ],
 )

@@ -204,7 +204,7 @@ def test_beside_gpus_no_stopwatch_chooses_kernels(given, level):
         "import os\nfrom slidedp_jax import process\n"
         "process._set_environment(process.ProcessSetup(platform='cuda', num_devices=1,\n"
         "    device_ids=None, num_host_devices=1, device_memory_fraction=0.9,\n"
-        "    pinned_limit_gib=8, compilation_cache=None))\n"
+        "    pinned_limit_gib=8, compilation_cache=None, profiled=True))\n"
         "import jax\njax.config.update('jax_platforms', 'cpu')\njax.devices()\n"
         "print(os.environ['XLA_FLAGS'])"
     )
@@ -212,7 +212,7 @@ def test_beside_gpus_no_stopwatch_chooses_kernels(given, level):
     assert result.returncode == 0, result.stderr
     flags = result.stdout.split()
     assert [f for f in flags if "autotune_level" in f] == [f"--xla_gpu_autotune_level={level}"]
-    assert "--xla_gpu_enable_triton_gemm=false" in flags
+    assert {"--xla_gpu_enable_triton_gemm=false", "--xla_gpu_enable_command_buffer="} <= set(flags)
     assert set(given.split()) <= set(flags)
 
 

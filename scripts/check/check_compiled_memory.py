@@ -41,13 +41,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--points", nargs="*", choices=bench_plans.POINTS, default=DEFAULT)
     parser.add_argument("--host-memory-budget", type=float, help="GiB")
-    parser.add_argument("--platform", choices=("cpu", "gpu"))
+    parser.add_argument("--platform", choices=("cpu", "cuda"))
     parser.add_argument("--out", type=pathlib.Path)
     args = parser.parse_args()
     import slidedp_jax
 
     # Without a cache, so that seconds are those of a first start.
-    slidedp_jax.configure(num_devices=1, platform=args.platform, compilation_cache=None)
+    slidedp_jax.configure(num_devices=1, platform=args.platform or "auto", compilation_cache=None)
     record = bench_record.record(("jax", "optax"), results=[])
     start = time.perf_counter()
     bad = 0

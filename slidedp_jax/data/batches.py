@@ -164,6 +164,7 @@ class BatchSource:
         self._pad_id = pad_id
         self._position = (0, 0)
         self._previous = (0, 0)
+        self._ahead: tuple[tuple[int, int, int], StepBatch] | None = None
         self._order = RowOrder(self._rows_of_files, self._weights, seed if shuffle else None)
         self._shares = self._epoch_shares(plans)
         self.num_rows = self._order.num_rows
@@ -325,10 +326,19 @@ class BatchSource:
         """The next step's rows; never ends."""
         epoch, start = self._position
         stop = min(start + self.rows_per_step, self.num_rows)
-        batch = self.batch(epoch, start, stop)
+        place, batch = self._ahead or ((-1, -1, -1), None)
+        if batch is None or place != (epoch, start, stop):
+            batch = self.batch(epoch, start, stop)
+        self._ahead = None
         self._previous = (epoch, start)
         self._position = (epoch + 1, 0) if stop == self.num_rows else (epoch, stop)
         return batch
+
+    def make_ahead(self) -> None:
+        """Put the next step's rows together while there is time; the position stays as it is."""
+        epoch, start = self._position
+        stop = min(start + self.rows_per_step, self.num_rows)
+        self._ahead = (epoch, start, stop), self.batch(epoch, start, stop)
 
     def one_epoch(self, epoch: int = 0) -> Iterator[StepBatch]:
         """All steps of an epoch, apart from the iterator's own position (for evaluation)."""

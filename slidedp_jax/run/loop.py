@@ -269,6 +269,7 @@ class Run:
         progress.begin_step(batch.arrays["input_ids"].shape[1])
         arrays = batch.arrays | {"row_ids": np.array(batch.row_ids)}
         metrics = trainer.step(arrays, stop=self._stop.requested)
+        self._inputs.source.make_ahead()  # while the devices compute
         issued = time.perf_counter()
         self._stopped_elsewhere = metrics.stop and not self._stop.requested
         self._stops = metrics.stop if self._together is not None else None

@@ -125,8 +125,7 @@ class Profile:
         on_devices: list[DeviceSpan] = []
         if self._gpus:
             with self._unless_it_fails("what the GPUs did is not known"):
-                # The profiler lets go of CUDA here. With other threads' calls under way that has
-                # ended in CUDA_ERROR_LAUNCH_FAILED at the next one (github.com/jax-ml/jax #40260).
+                # CUPTI lets go of the process here, which no call of CUDA may be under way for.
                 self._settle()
                 jax.profiler.stop_trace()
                 on_devices = read_device_spans(self._raw, self._origin_ns)

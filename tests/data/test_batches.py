@@ -310,6 +310,27 @@ def test_one_epoch_leaves_the_position_alone():
     assert next(source).row_ids == expected
 
 
+def test_rows_made_ahead_are_those_of_the_next_step_and_leave_the_position_alone():
+    plain, ahead = source_of(rows=6), source_of(rows=6)
+    for step in range(2 * plain.steps_per_epoch + 1):
+        state = plain.state()
+        ahead.make_ahead()
+        assert ahead.state() == state
+        made = ahead._ahead[1]
+        expected, found = next(plain), next(ahead)
+        assert found is made and found.row_ids == expected.row_ids
+        for name, array in expected.arrays.items():
+            np.testing.assert_array_equal(found.arrays[name], array)
+        if step == 2:  # what was made for another place is not taken
+            ahead.make_ahead()
+            ahead.restore(state)
+            assert next(ahead).row_ids == expected.row_ids
+    ahead.make_ahead()
+    ahead.resize(4)
+    plain.resize(4)
+    assert next(ahead).row_ids == next(plain).row_ids
+
+
 def test_settings_are_checked():
     for bad, message in (
         ({"seed": -1}, "seed"),
