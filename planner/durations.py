@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from slidedp_jax.planner import sliced_head
 from slidedp_jax.planner.chunking import Chunks, ChunkWork, chunk_stages
+from slidedp_jax.planner.collectives import gather, gradient_sum
 from slidedp_jax.planner.flops import matmul_forward_flops
 from slidedp_jax.planner.hardware import HardwareProfile
 from slidedp_jax.planner.strategy import Strategy
@@ -48,6 +49,7 @@ class ChunkDurations:
       stays: whether the weights lie on the device from forward to backward.
       boundary_s: one copy of the chunk's input off each device, or back; 0 if it stays.
       boundary_bytes: of that copy, one device.
+      network_bytes: what gathers and sums bring into each host from the others.
     """
 
     forward_s: float
@@ -62,6 +64,7 @@ class ChunkDurations:
     stays: bool = False
     boundary_s: float = 0.0
     boundary_bytes: float = 0.0
+    network_bytes: float = 0.0
 
 
 def chunk_durations(
@@ -106,11 +109,6 @@ def chunk_durations(
         layers[index] = costs.with_boundary(layers[index])
     embedding = replace(costs.embedding(resident=resident > 0), stays=True)
     return (embedding, *layers, costs.head(resident=resident > len(layers) + 1))
-
-
-def network_bytes(num_bytes: float, num_hosts: int) -> float:
-    """What a gather or a reduce-scatter of an array brings into each host from the others."""
-    return num_bytes * (num_hosts - 1) / num_hosts
 
 
 class _Costs:
@@ -314,18 +312,22 @@ class _Costs:
         Of a resident chunk nothing is copied; the devices update their shares before its forward,
         the head's before its only visit.
         """
-        hardware, size = self._hardware, float(chunk.padded_parameters)
+        strategy, hardware = self._strategy, self._hardware
+        size = float(chunk.padded_parameters)
         unpack_s, upload_bytes, pieces = self._upload(size)
         pack_s, download_bytes, summands = self._download(size)
         is_head = chunk is self._chunks.head
         reuses_weights = stays or chunk is self._chunks.embed
+        gathers = 1 if is_head or reuses_weights else 2
+        network = gathers * gather(size, strategy, hardware).network_bytes
+        network += gradient_sum(size, strategy, hardware).network_bytes
         # The devices wait for Python where it needs longer to issue the work than they to do it.
         dispatch_s = hardware.visit_dispatch_s
         if not resident:
             dispatch_s += pieces * self._upload_call_s()
         state_bytes = MASTER_BYTES + self._optimizer_state_bytes
         adamw_bytes = 2.0 * (MASTER_BYTES + ADAMW_STATE_BYTES) + 2.0
-        update_bytes = size * (2.0 * state_bytes + summands * self._strategy.gradient_bytes)
+        update_bytes = size * (2.0 * state_bytes + summands * strategy.gradient_bytes)
         own_bytes = update_bytes / hardware.num_hosts
         backward_s += pack_s + (0.0 if reuses_weights else unpack_s)
         forward_s = 0.0 if is_head else max(forward_s + unpack_s, dispatch_s)
@@ -337,6 +339,7 @@ class _Costs:
                 backward_s=backward_s + (update_s if is_head else 0.0),
                 executed_flops=flops,
                 stays=stays,
+                network_bytes=network,
             )
         return ChunkDurations(
             forward_s=forward_s,
@@ -350,6 +353,7 @@ class _Costs:
             update_s=own_bytes / (adamw_bytes * hardware.host_update_params_per_s),
             update_bytes=own_bytes,
             stays=stays,
+            network_bytes=network,
         )
 
     def _upload(self, size: float) -> tuple[float, float, int]:
@@ -359,7 +363,7 @@ class _Costs:
         unpack_s = self._memory_s(num_bytes + strategy.compute_bytes * size)
         if strategy.weight_route == "replicate":
             return unpack_s, num_bytes, pieces
-        unpack_s += self._collective_s(num_bytes)
+        unpack_s += gather(size, strategy, hardware).seconds
         return unpack_s, num_bytes / hardware.total_devices, pieces // hardware.num_devices
 
     def _download(self, size: float) -> tuple[float, float, int]:
@@ -369,21 +373,8 @@ class _Costs:
         pack_s = self._memory_s(2.0 * num_bytes)
         if strategy.gradient_route == "host_sum":
             return pack_s, num_bytes, hardware.num_devices
-        # Sums over microbatches travel between the devices in fp32.
-        summed_bytes = strategy.gradient_bytes if strategy.num_microbatches == 1 else 4
-        pack_s += self._collective_s(summed_bytes * size)
+        pack_s += gradient_sum(size, strategy, hardware).seconds
         return pack_s, num_bytes / hardware.total_devices, 1
-
-    def _collective_s(self, num_bytes: float) -> float:
-        """Of a gather or a reduce-scatter over all devices, of an array of so many bytes.
-
-        Of what lies on other devices each GPU gets all through its link to the others of its host,
-        and each host its part once through the network: the slower of the two.
-        """
-        hardware = self._hardware
-        devices, hosts = hardware.total_devices, hardware.num_hosts
-        within_s = num_bytes * ((devices - 1) / devices) / hardware.gather_bytes_per_s
-        return max(within_s, network_bytes(num_bytes, hosts) / hardware.network_bytes_per_s)
 
     def _upload_call_s(self) -> float:
         """Python's time for one piece of an upload, which starts the copies to all devices."""

@@ -38,9 +38,10 @@ from slidedp_jax.step.sliced_head_programs import SlicedHeadPrograms
 from slidedp_jax.tracer import Tracer
 from slidedp_jax.transfer.boundary_store import BoundaryStore
 from slidedp_jax.transfer.copies import first_of_this_host
+from slidedp_jax.transfer.device_groups import DATA_AXIS
 from slidedp_jax.transfer.device_map import DeviceMap
 from slidedp_jax.transfer.host_gather import HostGather
-from slidedp_jax.transfer.routes import DATA_AXIS, GradientPath, WeightPath, weight_path
+from slidedp_jax.transfer.routes import GradientPath, WeightPath, weight_path
 from slidedp_jax.transfer.vocabulary_slices import SlicePrograms, VocabularySlices
 from slidedp_jax.transfer.weight_window import StreamedWeights
 from slidedp_jax.transfer.wire_programs import WirePrograms

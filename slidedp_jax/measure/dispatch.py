@@ -25,7 +25,7 @@ from slidedp_jax.planner.strategy import Strategy
 from slidedp_jax.process import current_setup
 from slidedp_jax.trainer import Trainer
 from slidedp_jax.transfer.copies import upload
-from slidedp_jax.transfer.routes import DATA_AXIS
+from slidedp_jax.transfer.device_groups import DATA_AXIS
 
 DEPTHS = (4, 20)
 TOKENS = 64

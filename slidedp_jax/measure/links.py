@@ -21,8 +21,9 @@ from slidedp_jax.measure.stopwatch import Measurement, Stopwatch
 from slidedp_jax.planner.hardware import MIB
 from slidedp_jax.state.pinned_memory import PageLock
 from slidedp_jax.transfer.copies import download, upload
+from slidedp_jax.transfer.device_groups import DATA_AXIS
 from slidedp_jax.transfer.device_map import ROWS, SAME, DeviceMap
-from slidedp_jax.transfer.routes import DATA_AXIS, GradientPath, ShardAllGather
+from slidedp_jax.transfer.routes import GradientPath, ShardAllGather
 
 SIZES = {"gpu": (4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB), "cpu": (1 * MIB, 4 * MIB, 32 * MIB)}
 """Bytes of one copy, by platform."""

@@ -20,7 +20,8 @@ from slidedp_jax.step.in_flight import StepOutputs
 from slidedp_jax.step.pipeline import GradientSink, Pipeline
 from slidedp_jax.step.programs import ComputePrograms
 from slidedp_jax.transfer.copies import first_of_this_host, place
-from slidedp_jax.transfer.routes import DATA_AXIS, Gradient, GradientPath, SentSlices
+from slidedp_jax.transfer.device_groups import DATA_AXIS
+from slidedp_jax.transfer.routes import Gradient, GradientPath, SentSlices
 from slidedp_jax.transfer.weight_window import StreamedWeights, WeightSource
 from slidedp_jax.update.state_gate import StateGate
 

@@ -34,8 +34,8 @@ from slidedp_jax.step.layer_functions import (
     per_device,
 )
 from slidedp_jax.transfer.copies import place
+from slidedp_jax.transfer.device_groups import DATA_AXIS
 from slidedp_jax.transfer.device_map import ROWS, SAME, DeviceMap
-from slidedp_jax.transfer.routes import DATA_AXIS
 from slidedp_jax.transfer.wire_programs import WirePrograms
 
 

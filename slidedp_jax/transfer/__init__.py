@@ -4,6 +4,7 @@
 |---|---|
 | `copies.py` | copies without a detour |
 | `routes.py` | how weights reach all devices and gradients come back |
+| `device_groups.py` | gathers and sums over all devices, within hosts and between them |
 | `device_map.py` | how a function becomes a program of all compute devices |
 | `wire_programs.py` | flat pieces to parameter trees, gradient trees to flat pieces |
 | `vocabulary_slices.py` | the projection in slices: where they lie, unpacked and packed |

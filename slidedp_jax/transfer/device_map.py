@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from slidedp_jax.transfer.routes import DATA_AXIS
+from slidedp_jax.transfer.device_groups import DATA_AXIS
 
 ROWS, SAME = PartitionSpec(DATA_AXIS), PartitionSpec()
 """Split over the devices by the leading dimension; the same on every device."""

@@ -26,8 +26,7 @@ from slidedp_jax.transfer.copies import (
     on_host_devices,
     upload,
 )
-
-DATA_AXIS = "data"
+from slidedp_jax.transfer.device_groups import DATA_AXIS, DeviceGroups
 
 FetchedFields = tuple[tuple[jax.Array, ...], ...]
 """What the weight route fetched of `high` and, in fp32 compute, of `low`."""
@@ -79,6 +78,7 @@ class ShardAllGather:
         self._mesh = mesh
         self._sharding = NamedSharding(mesh, self.spec)
         self._first, self._own_devices = first_of_this_host(mesh)
+        self._groups = DeviceGroups.of(mesh)
 
     def fetch(self, pieces: Sequence[np.ndarray]) -> tuple[jax.Array, ...]:
         """K / G arrays; the n-th holds the n-th piece of each device's share.
@@ -93,8 +93,7 @@ class ShardAllGather:
 
     def assemble(self, arrays: Sequence[jax.Array]) -> jax.Array:
         """Concatenate the own share, then gather the shares in device order."""
-        gathered: jax.Array = jax.lax.all_gather(_concatenate(arrays), DATA_AXIS, tiled=True)
-        return gathered
+        return self._groups.gather(_concatenate(arrays))
 
 
 def weight_path(route: WeightRoute, mesh: Mesh) -> WeightPath:
@@ -135,6 +134,7 @@ class GradientPath:
         self.sums_on_devices = route == "reduce_scatter" and mesh.size > 1
         self.wire_dtype = wire_dtype
         self._mesh = mesh
+        self._groups = DeviceGroups.of(mesh)
         self._host_sharding = host_sharding
         self._own_sharding = own_sharding or NamedSharding(mesh, PartitionSpec(DATA_AXIS))
         self._leaving: list[Leaving | ArrivingGradient] = []
@@ -158,12 +158,8 @@ class GradientPath:
         costs nothing in precision and half the bytes of a reduce-scatter in fp32.
         """
         if gradient.dtype != self.wire_dtype or self.wire_dtype == jnp.float32:
-            wide = gradient.astype(jnp.float32)
-            share: jax.Array = jax.lax.psum_scatter(wide, DATA_AXIS, tiled=True)
-            return share
-        shares = gradient.reshape(self._mesh.size, -1)
-        received = jax.lax.all_to_all(shares, DATA_AXIS, split_axis=0, concat_axis=0)
-        return jnp.sum(received.astype(jnp.float32), axis=0)
+            return self._groups.scatter_sum(gradient.astype(jnp.float32))
+        return self._groups.exchange_sum(gradient)
 
     def start(self, wire: jax.Array) -> Leaving:
         """Start the copy to the host of a slice of a part's gradient; the rest follows."""

@@ -16,7 +16,8 @@ import slidedp_jax.assembly
 from slidedp_jax.process import current_setup
 from slidedp_jax.step.pipeline import Pipeline
 from slidedp_jax.tracer import Tracer
-from slidedp_jax.transfer.routes import DATA_AXIS, GradientPath
+from slidedp_jax.transfer.device_groups import DATA_AXIS
+from slidedp_jax.transfer.routes import GradientPath
 
 SIZE = 8 * 3 * 16
 
