@@ -37,10 +37,18 @@ def gather(num_parameters: float, strategy: Strategy, hardware: HardwareProfile)
 
 
 def gradient_sum(
-    num_parameters: float, strategy: Strategy, hardware: HardwareProfile
+    num_parameters: float, strategy: Strategy, hardware: HardwareProfile, *, in_fp32: bool
 ) -> Collective:
-    """Of gradients: sums over microbatches are in fp32, and so are those of a host's devices."""
-    accumulated = 4 if strategy.num_microbatches > 1 else strategy.gradient_bytes
+    """Of gradients: sums over microbatches are in fp32, and so are those of a host's devices.
+
+    Args:
+      num_parameters: of a chunk, with padding.
+      strategy: how the step is run.
+      hardware: devices and links.
+      in_fp32: whether they are so in any case, as those of an embedding.
+    """
+    in_fp32 |= strategy.num_microbatches > 1
+    accumulated = 4 if in_fp32 else strategy.gradient_bytes
     of_host = 4 if hardware.num_devices > 1 else accumulated
     return _collective(accumulated * num_parameters, of_host * num_parameters, hardware)
 

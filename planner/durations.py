@@ -315,12 +315,13 @@ class _Costs:
         strategy, hardware = self._strategy, self._hardware
         size = float(chunk.padded_parameters)
         unpack_s, upload_bytes, pieces = self._upload(size)
-        pack_s, download_bytes, summands = self._download(size)
+        of_embedding = chunk is self._chunks.embed
+        summed = gradient_sum(size, strategy, hardware, in_fp32=of_embedding)
+        pack_s, download_bytes, summands = self._download(size, summed.seconds)
         is_head = chunk is self._chunks.head
-        reuses_weights = stays or chunk is self._chunks.embed
+        reuses_weights = stays or of_embedding
         gathers = 1 if is_head or reuses_weights else 2
-        network = gathers * gather(size, strategy, hardware).network_bytes
-        network += gradient_sum(size, strategy, hardware).network_bytes
+        network = gathers * gather(size, strategy, hardware).network_bytes + summed.network_bytes
         # The devices wait for Python where it needs longer to issue the work than they to do it.
         dispatch_s = hardware.visit_dispatch_s
         if not resident:
@@ -366,15 +367,14 @@ class _Costs:
         unpack_s += gather(size, strategy, hardware).seconds
         return unpack_s, num_bytes / hardware.total_devices, pieces // hardware.num_devices
 
-    def _download(self, size: float) -> tuple[float, float, int]:
+    def _download(self, size: float, sum_s: float) -> tuple[float, float, int]:
         """Seconds of packing and summing, bytes that each device sends, summands on the host."""
         strategy, hardware = self._strategy, self._hardware
         num_bytes = strategy.gradient_bytes * size
         pack_s = self._memory_s(2.0 * num_bytes)
         if strategy.gradient_route == "host_sum":
             return pack_s, num_bytes, hardware.num_devices
-        pack_s += gradient_sum(size, strategy, hardware).seconds
-        return pack_s, num_bytes / hardware.total_devices, 1
+        return pack_s + sum_s, num_bytes / hardware.total_devices, 1
 
     def _upload_call_s(self) -> float:
         """Python's time for one piece of an upload, which starts the copies to all devices."""

@@ -6,7 +6,8 @@ import pytest
 
 from slidedp_jax.models.config import named_config
 from slidedp_jax.planner.candidates import Choices
-from slidedp_jax.planner.durations import chunk_durations, network_bytes
+from slidedp_jax.planner.collectives import network_bytes
+from slidedp_jax.planner.durations import chunk_durations
 from slidedp_jax.planner.errors import PlanError
 from slidedp_jax.planner.memory import memory_use
 from slidedp_jax.planner.search import plan

@@ -4,37 +4,14 @@ A case is JSON: `devices` and `host_devices` of each host, `strategy`, and what 
 reads.
 """
 
-import collections
 import json
 import os
 import pathlib
 import sys
-import threading
 
 import numpy as np
 
 import slidedp_jax
-
-COMPILED = collections.defaultdict(set)
-"""Thread -> collectives in the programs that it has had compiled; `none` of those without."""
-
-COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
-
-
-def note_programs() -> None:
-    """From now on; a thread has those programs compiled that it is the first to run."""
-    from jax._src import compiler
-
-    compile_and_load = compiler.backend_compile_and_load
-
-    def noting(*arguments, **named):
-        program = compile_and_load(*arguments, **named)
-        text = "".join(module.to_string() for module in program.hlo_modules())
-        own = {name for name in COLLECTIVES if f" {name}(" in text or f" {name}-start(" in text}
-        COMPILED[threading.current_thread().name] |= own or {"none"}
-        return program
-
-    compiler.backend_compile_and_load = noting
 
 
 def main(case, file) -> None:
@@ -43,18 +20,21 @@ def main(case, file) -> None:
         platform="cpu", num_devices=devices, num_host_devices=host_devices
     )
     import jax
+    from dispatched import Dispatched
 
-    note_programs()
+    dispatched = Dispatched()
     jax.config.update("jax_numpy_rank_promotion", "raise")
-    found = train(case, setup.hosts.num_hosts)
-    found["of_update_thread"] = np.array(sorted(COMPILED["host_update"]))
-    found["of_main_thread"] = np.array(sorted(COMPILED["MainThread"]))
+    found = train(case, setup.hosts.num_hosts, dispatched=dispatched)
+    found["dispatched"] = np.array(json.dumps(dispatched.of_threads()))
     if setup.hosts.is_first:
         np.savez(file, **found)
 
 
-def train(case, num_hosts, **options):
-    """Figures of all steps, then weights and optimizer state by name."""
+def train(case, num_hosts, *, dispatched=None, **options):
+    """Figures of all steps, then weights and optimizer state by name.
+
+    With `dispatched`, also the bytes that each collective of the last step brings into a host.
+    """
     import jax
     import optax
     from plain_training import initial_parameters, random_batch
@@ -85,7 +65,12 @@ def train(case, num_hosts, **options):
     ) as it:
         if "restore" in case:
             it.restore(case["restore"])
-        metrics = [it.step(batch) for batch in batches]
+        metrics = []
+        for batch in batches:
+            before = dispatched and len(dispatched.calls)
+            metrics.append(it.step(batch))
+        if dispatched is not None:  # a step's collectives are issued before it returns
+            network = dispatched.into_each_host(before, case["devices"])
         if case.get("poisoned"):  # weights that are not finite make gradients that are not
             it.wait()
             it.store.write_at("model.layers.1.mlp.up_proj.weight", 5, np.full(1, np.nan))
@@ -96,6 +81,8 @@ def train(case, num_hosts, **options):
             "evaluated": np.array(it.evaluate(batches[0])),
             "bytes": np.array([it.store.owned_bytes, it.weights.bytes_fetched]),
         }
+        if dispatched is not None:
+            found["network"] = np.array(network)
         if "save" in case:
             folder = case["save"].format(**os.environ)
             it.save(folder)
