@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import os
 import socket
 import sys
@@ -60,10 +61,10 @@ class HostWatch:
         self._over = threading.Event()
         self._failed = False
         self._thread = threading.Thread(target=self._watch, name="host_watch", daemon=True)
-        self._say("at", self._own_name())
-        self._names = self._all("at")
+        self._names = [""] * hosts.num_hosts
         self._thread.start()
         threading.Thread(target=self._watch_service, name="host_watch", daemon=True).start()
+        self._names = self._all("at", self._own_name())
 
     def agree(self, what: str, value: str, *, advice: str = "") -> None:
         """Whether all hosts call this with one value; a barrier of all of them.
@@ -85,6 +86,30 @@ class HostWatch:
             f"hosts differ: {self._named(0)} has {_short(found[0])}, {self._named(odd)} has "
             f"{_short(found[odd])}. {advice or 'Start the same command everywhere'}"
         )
+
+    def agree_on(self, values: Mapping[str, str], *, advice: str = "") -> None:
+        """Whether all hosts call this with equal values; a barrier of all of them.
+
+        Args:
+          values: by name; those that differ are told apart.
+          advice: what to do where they differ.
+
+        Raises:
+          UserError: they differ, on every host.
+        """
+        of_hosts = [json.loads(text) for text in self.exchange(json.dumps(dict(values)))]
+        for host, own in enumerate(of_hosts):
+            if own == of_hosts[0]:
+                continue
+            names = [name for name in of_hosts[0] | own if of_hosts[0].get(name) != own.get(name)]
+            texts = [
+                f"{name} is {_short(str(of_hosts[0].get(name)))} on {self._named(0)} and "
+                f"{_short(str(own.get(name)))} on {self._named(host)}"
+                for name in names
+            ]
+            raise UserError(
+                f"hosts differ: {'; '.join(texts)}. {advice or 'Start the same command everywhere'}"
+            )
 
     def exchange(self, value: str) -> list[str]:
         """The values that all hosts give, by host; a barrier of all of them."""
@@ -131,7 +156,8 @@ class HostWatch:
         return socket.gethostname()
 
     def _named(self, host: int) -> str:
-        return f"host {host} ({self._names[host]})"
+        name = self._names[host]
+        return f"host {host} ({name})" if name else f"host {host}"
 
     def _say(self, what: str, value: str) -> None:
         key = what if what.count("/") else f"{what}/{self._hosts.host_index}"
@@ -263,6 +289,12 @@ def agree(what: str, value: str, *, advice: str = "") -> None:
     """`HostWatch.agree`, where there are several hosts."""
     if _watch is not None:
         _watch.agree(what, value, advice=advice)
+
+
+def agree_on(values: Mapping[str, str], *, advice: str = "") -> None:
+    """`HostWatch.agree_on`, where there are several hosts."""
+    if _watch is not None:
+        _watch.agree_on(values, advice=advice)
 
 
 def end_with(cause: BaseException | str, exit_code: int = _EXIT_FAILED) -> None:

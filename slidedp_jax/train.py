@@ -112,7 +112,7 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int, stop: S
     from slidedp_jax.run.folder import BEGINS_ANEW
     from slidedp_jax.run.hardware_profile import profile_notes
     from slidedp_jax.run.loop import Run
-    from slidedp_jax.run.many_hosts import check_alike
+    from slidedp_jax.run.many_hosts import check_alike, check_same_weights
     from slidedp_jax.run.out_of_memory import explained
     from slidedp_jax.run.overview import data_details, opening
     from slidedp_jax.run.record import IN_CHECKPOINT
@@ -170,6 +170,8 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int, stop: S
         return 0
     if inputs.pretrained.hub_name is not None:
         inputs.pretrained.fetch_weights()
+    if resumed is None:
+        check_same_weights(inputs)
     try:
         return Run(args, folder, inputs, parts, disk, stop, started).run(resumed)
     except BaseException as error:

@@ -54,6 +54,8 @@ from slidedp_jax.update.update_thread import check_policy
 
 _LOG = logging.getLogger(__name__)
 
+SAME_SCRIPT = "All hosts run the same script with the same settings"
+
 
 class Trainer:
     """Full-parameter training of a model whose state lives in host memory.
@@ -167,6 +169,20 @@ class Trainer:
             inference_only=inference_only,
             tracer=self._tracer,
         )
+        if self._hosts.num_hosts > 1:
+            stated = {
+                "strategy": strategy,
+                "ema_decay": ema_decay,
+                "weight_rounding": weight_rounding,
+                "seed": seed,
+                "max_grad_norm": max_grad_norm,
+                "on_nonfinite": on_nonfinite,
+                "max_loss": max_loss,
+                "max_consecutive_skips": max_consecutive_skips,
+                "documents_per_row": documents_per_row,
+                "kernel_form": kernel_form,
+            }
+            _check_alike(model, programs.treatments, stated)
         parts = assemble(programs, host_devices, settings)
         self.store, self.weights, self.gate = parts.store, parts.weights, parts.gate
         self._save_memory = SaveMemory(self.store.owned_bytes)
@@ -353,6 +369,9 @@ class Trainer:
         Raises:
           UserError: the optimizer keeps no such hyperparameter, or a schedule sets it.
         """
+        host_watch.agree_on(
+            {name: repr(float(value)) for name, value in values.items()}, advice=SAME_SCRIPT
+        )
         self.gate.set_hyperparameters(values)
 
     def optimizer_state(self, name: str) -> dict[str, np.ndarray]:
@@ -653,6 +672,17 @@ def _warn_of_whole_parameters(treatments: Treatments) -> None:
             len(treatments.kinds),
             whole[0],
         )
+
+
+def _check_alike(model: StreamedModel, treatments: Treatments, stated: Mapping[str, Any]) -> None:
+    """Whether all hosts make the same trainer; of starting weights each reads its own."""
+    found = {name: repr(value) for name, value in stated.items()}
+    found |= {
+        "the model's configuration": repr(model.configuration),
+        "frozen": repr(sorted(treatments.kinds)),
+        "the optimizer": treatments.text(),
+    }
+    host_watch.agree_on(found, advice=SAME_SCRIPT)
 
 
 def _check_hosts(hosts: Hosts, strategy: Strategy, num_devices: int | None) -> None:

@@ -21,7 +21,7 @@ def free_port() -> int:
 
 
 class Hosts:
-    """One process per host that runs `code` or a command line, started together.
+    """One process per host that runs a command line, started together; `{host}` in it is its index.
 
     Each has `NNODES`, `NODE_RANK` and the coordinator's address in its environment, and the flags
     of XLA that tests have.
@@ -41,7 +41,7 @@ class Hosts:
             with log.open("w") as file:
                 self.processes.append(
                     subprocess.Popen(
-                        [sys.executable, *arguments],
+                        [sys.executable, *(own.replace("{host}", str(index)) for own in arguments)],
                         cwd=ROOT,
                         env=kept | environment | {"NODE_RANK": str(index)},
                         stdout=file,

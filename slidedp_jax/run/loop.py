@@ -45,7 +45,7 @@ from slidedp_jax.run.held_out import (
     row_fingerprints,
 )
 from slidedp_jax.run.learning_rate import learning_rate
-from slidedp_jax.run.many_hosts import all_say, together_of
+from slidedp_jax.run.many_hosts import all_say, all_told, together_of
 from slidedp_jax.run.metrics_file import MetricsFile
 from slidedp_jax.run.overview import step_seconds
 from slidedp_jax.run.profile import Profile
@@ -147,7 +147,7 @@ class Run:
             print(f"already complete: {first_step} steps are done, {asked} are asked for")
             self._track_what_was_missed(first_step)
             return self._finish(trainer, complete=True)
-        if (why := self._nothing_gained(first_step)) is not None:
+        if why := self._nothing_gained(first_step):
             print(why, flush=True)
             self._track_what_was_missed(first_step)
             return self._finish(trainer, complete=True)
@@ -238,7 +238,7 @@ class Run:
                 ends = stopping or (last and args.save_at_end)
                 if not ends and not last:  # else what went wrong must not keep the weights back
                     self._saves.look(trainer, step, num_steps, progress)
-                if ends or self._saves.due(step):
+                if ends or self._save_due(step):
                     self._save(trainer, progress, last=last and not stopping, waits=ends or last)
                 if stopping:  # what is left, such as an evaluation, is done by the next start
                     self._stop.in_time()
@@ -247,7 +247,7 @@ class Run:
                 if self._evaluation_due(step, num_steps):
                     with progress.doing("evaluating"):
                         self._evaluate(trainer, step, progress.write, progress.say)
-                    if not last and (why := self._nothing_gained(step)) is not None:
+                    if not last and (why := self._nothing_gained(step)):
                         progress.say(why)
                         if args.save_at_end and self._saves.step != step:
                             self._save(trainer, progress, last=True, waits=True)
@@ -327,16 +327,28 @@ class Run:
         by_epochs = epochs is not None and self._inputs.source.has_passed(epochs)
         return step == num_steps or by_steps or by_epochs
 
-    def _nothing_gained(self, step: int) -> str | None:
-        """Why training stops early, if it does after this step."""
+    def _save_due(self, step: int) -> bool:
+        """Of several hosts, the first one's clock decides."""
+        due = self._saves.due(step)
+        return due if self._args.save_minutes is None else all_say(self._together, due)
+
+    def _nothing_gained(self, step: int) -> str:
+        """Why training stops early, if it does after this step; of several hosts, the first knows.
+
+        It is the one that has the evaluations.
+        """
+        patience = self._args.early_stopping_patience
+        if patience is None or not self._inputs.evaluation or not step:
+            return ""
+        return all_told(self._together, lambda: self._without_gain(step, patience))
+
+    def _without_gain(self, step: int, patience: int) -> str:
         args = self._args
-        if args.early_stopping_patience is None or not self._inputs.evaluation or not step:
-            return None
         found = evaluated(self._folder.metrics, self._measure, args.best_metric)
         values = ((at, value) for at, value in found.items() if at <= step)
         without, best = evaluations_without_gain(values, args.early_stopping_threshold)
-        if without < args.early_stopping_patience:
-            return None
+        if without < patience:
+            return ""
         return (
             f"stopping early at step {step}: {counted(without, 'evaluation')} without a lower "
             f"{args.best_metric}, the best of step {best}"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 import os
 import pathlib
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from slidedp_jax import host_watch
@@ -16,10 +18,12 @@ from slidedp_jax.hosts import Hosts
 from slidedp_jax.interrupts import StopAtSignal
 from slidedp_jax.planner.search import Plan
 from slidedp_jax.run.arguments import WHOLE_PARAMETER_OPTIMIZERS, TrainArguments
+from slidedp_jax.run.changes import PATHS
 from slidedp_jax.run.checks import RunInputs
 from slidedp_jax.run.folder import RunFolder, open_run_folder
+from slidedp_jax.run.held_out import row_fingerprints
 from slidedp_jax.run.lock import RunLock
-from slidedp_jax.run.same_inputs import fingerprints
+from slidedp_jax.run.same_inputs import fingerprints, weights_fingerprint
 
 
 def together_of(hosts: Hosts) -> Together | None:
@@ -30,25 +34,55 @@ def together_of(hosts: Hosts) -> Together | None:
     return Together(watch=watch, is_first=hosts.is_first)
 
 
+OF_EACH_HOST = frozenset(
+    {
+        *PATHS,
+        "output_dir",
+        "validation_file",
+        "plan_from",
+        "hardware_profile",
+        "num_hosts",
+        "host_index",
+        "coordinator",
+        "platform",
+        "devices",
+        "num_devices",
+        "num_host_devices",
+        "compilation_cache",
+        "data_cache",
+        "dataset_num_proc",
+        "device_memory_budget",
+        "host_memory_budget",
+        "report_to",
+        "run_name",
+        "logging_dir",
+        "profile_steps",
+        "disable_tqdm",
+        "verbose",
+    }
+)
+"""Settings that hosts may have otherwise than each other: what they name is compared by what is
+found there or what becomes of it, the first host alone does it, or it changes no result."""
+
+
 def check_settings(args: TrainArguments, hosts: Hosts) -> None:
-    """Whether several hosts can do what is asked for.
+    """Whether several hosts can do what is asked for, and are asked for the same.
 
     Raises:
-      UserError: they cannot, as yet.
+      UserError: they cannot, as yet, or are not.
     """
     if hosts.num_hosts == 1:
         return
     wrong = {
         "sample_prompts": bool(args.sample_prompts) and "generation runs on one host",
-        "save_minutes": args.save_minutes is not None and "clocks differ; use save_steps",
-        "early_stopping_patience": args.early_stopping_patience is not None
-        and "metrics.jsonl, by which it is judged, is the first one's",
         "optim": args.optim in WHOLE_PARAMETER_OPTIMIZERS
         and f"{args.optim} updates whole matrices, of which each host has a share",
     }
     for name, why in wrong.items():
         if why:
             raise UserError(f"{name} is not for {hosts.num_hosts} hosts: {why}")
+    settings = dataclasses.asdict(args)
+    host_watch.agree_on({name: repr(settings[name]) for name in settings.keys() - OF_EACH_HOST})
 
 
 def open_folder(args: TrainArguments, together: Together | None) -> RunFolder:
@@ -130,12 +164,35 @@ def check_alike(plan: Plan, inputs: RunInputs) -> None:
     """
     if host_watch.watch() is None:
         return
-    host_watch.agree("the plan", repr(plan.strategy))
-    host_watch.agree("rows, tokenizer and model", repr(fingerprints(inputs)))
+    found = {
+        "the plan": plan.strategy,
+        "steps": (inputs.first_step, inputs.num_steps),
+        "rows and tokenizer": fingerprints(inputs),
+        "held-out rows": row_fingerprints(inputs.evaluation),
+        "the model's configuration": inputs.pretrained.config,
+    }
+    host_watch.agree_on({name: repr(value) for name, value in found.items()}, advice=SAME_FILES)
+
+
+def check_same_weights(inputs: RunInputs) -> None:
+    """Whether all hosts are about to read the same starting weights.
+
+    Raises:
+      UserError: they are not, on every host.
+    """
+    if host_watch.watch() is not None:
+        found = weights_fingerprint(inputs.pretrained.folder)
+        host_watch.agree_on(found, advice=SAME_FILES)
+
+
+SAME_FILES = "Give all hosts the same files of the model and of the data, and the same command"
 
 
 def all_say(together: Together | None, value: bool) -> bool:
     """What the first host says."""
-    if together is None:
-        return value
-    return together.first(lambda: "yes" if value else "") == "yes"
+    return bool(all_told(together, lambda: "yes" if value else ""))
+
+
+def all_told(together: Together | None, text: Callable[[], str]) -> str:
+    """What the first host says, where only it can know; asked of it alone."""
+    return text() if together is None else together.first(text)

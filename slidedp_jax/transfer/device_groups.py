@@ -49,8 +49,10 @@ class DeviceGroups:
             gathered: jax.Array = jax.lax.all_gather(share, DATA_AXIS, tiled=True)
             return gathered
         of_hosts = jax.lax.all_gather(share, DATA_AXIS, axis_index_groups=self._between)
-        found = jax.lax.all_gather(of_hosts, DATA_AXIS, axis=1, axis_index_groups=self._within)
-        return found.reshape(-1)
+        whole: jax.Array = jax.lax.all_gather(
+            of_hosts, DATA_AXIS, axis=1, axis_index_groups=self._within
+        )
+        return whole.reshape(-1)
 
     def scatter_sum(self, values: jax.Array) -> jax.Array:
         """[n] on each device -> its share [n / G] of the sum, in the values' dtype."""

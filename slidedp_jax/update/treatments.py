@@ -15,6 +15,7 @@ from slidedp_jax.state.layout import FROZEN
 from slidedp_jax.update.average import with_average
 from slidedp_jax.update.decompose import DecomposedOptimizer
 from slidedp_jax.update.elementwise import ElementwiseOptimizer, is_elementwise, state_dtypes
+from slidedp_jax.update.state_meaning import digest
 from slidedp_jax.update.whole_parameter import WholeParameterOptimizer
 
 
@@ -83,6 +84,11 @@ class Treatments:
             for name, kind in self.kinds.items()
             if kind != FROZEN and isinstance(self.optimizers[kind], WholeParameterOptimizer)
         ]
+
+    def text(self) -> str:
+        """Digest of all programs with their constants, and of the shared state to begin with."""
+        texts = [*self._taken_apart.texts, self._taken_apart.shared_text, str(self.groups)]
+        return digest("\n".join([*texts, *map(repr, self.initial_shared())]))
 
     def no_blocks(self) -> ElementwiseOptimizer:
         """An update of no group, with the shared state alone."""
