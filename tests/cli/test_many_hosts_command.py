@@ -164,7 +164,7 @@ def test_a_run_that_is_under_way_keeps_its_folder(inputs, tmp_path):
 
 
 def write_what_differs(folder):
-    """Models of other weights, and rows of other numbers: `model0` and `model1`, `rows0`, `rows1`."""
+    """Models of other weights, and files of other rows: `model0`, `model1`, `rows0`, `rows1`."""
     for host in range(2):
         write_rows(folder / f"rows{host}.jsonl", 48 + host)
         weights = write_model(folder / f"model{host}") / "model.safetensors"

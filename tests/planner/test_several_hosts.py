@@ -56,7 +56,7 @@ def test_each_host_uploads_updates_and_downloads_its_share():
 
 
 def test_a_slow_network_is_waited_for_by_forward_and_backward():
-    """Weights are gathered for either, and gradients scattered in the latter: 2 bytes each."""
+    """Weights are gathered for either, 2 bytes; gradients are summed in backward, 4 of them."""
     fast, slow = (
         chunk_durations(MODEL, batch(2), on(2), hosts(2, gb_per_s=rate)) for rate in (1e6, 1.0)
     )
@@ -65,7 +65,31 @@ def test_a_slow_network_is_waited_for_by_forward_and_backward():
     assert network_bytes(2 * size, 2) == size
     layer = 2
     assert slow[layer].forward_s - fast[layer].forward_s == pytest.approx(in_s, rel=0.01)
-    assert slow[layer].backward_s - fast[layer].backward_s == pytest.approx(2 * in_s, rel=0.02)
+    assert slow[layer].backward_s - fast[layer].backward_s == pytest.approx(3 * in_s, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("devices", "changes", "layer", "embedding"),
+    [
+        (4, {}, 2 + 2 + 4, 2 + 4),
+        (1, {}, 2 + 2 + 2, 2 + 4),
+        (1, {"num_microbatches": 2}, 2 + 2 + 4, 2 + 4),
+        (4, {"kept_chunks": 36}, 2 + 4, 2 + 4),
+        (1, {"compute_dtype": "float32"}, 4 + 4 + 4, 4 + 4),
+    ],
+)
+def test_bytes_into_each_host_by_hand(devices, changes, layer, embedding):
+    """Per parameter, times (H - 1) / H.
+
+    Weights for forward and, unless they stay, for backward; gradients in bf16 where one device per
+    host makes them at once, but for an embedding's, which add up in fp32.
+    """
+    strategy = dataclasses.replace(on(4), **changes)
+    found = chunk_durations(MODEL, batch(4, devices), strategy, hosts(4, devices=devices))
+    for number, expected in ((0, embedding), (5, layer)):
+        stage = MODEL.embed if number == 0 else MODEL.layers[4]
+        into = expected * stage.num_parameters * 3 / 4
+        assert found[number].network_bytes == pytest.approx(into, rel=1e-3)
 
 
 def test_within_a_host_nothing_goes_through_the_network():

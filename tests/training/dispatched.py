@@ -66,7 +66,7 @@ class Dispatched:
         )
 
         def compiling(backend, module, *arguments, **named):
-            stated = tuple(_stated(module))
+            stated = tuple(stated_collectives(module))
             program = compile_and_load(backend, module, *arguments, **named)
             text = "".join(own.to_string() for own in program.hlo_modules())
             kinds = frozenset(kind for kind in KINDS if re.search(rf" {kind}(-start)?\(", text))
@@ -100,7 +100,8 @@ class Dispatched:
         ]
 
 
-def _stated(module) -> list[Collective]:
+def stated_collectives(module) -> list[Collective]:
+    """Those of a program before it is compiled, a StableHLO module."""
     found = []
 
     def look(operation):
