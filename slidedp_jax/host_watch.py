@@ -64,7 +64,12 @@ class HostWatch:
         self._names = [""] * hosts.num_hosts
         self._thread.start()
         threading.Thread(target=self._watch_service, name="host_watch", daemon=True).start()
-        self._names = self._all("at", self._own_name())
+        try:
+            self._names = self._met()
+        except UserError:  # a thread that is within the service's client must not see the end
+            self._over.set()
+            self._thread.join()
+            raise
 
     def agree(self, what: str, value: str, *, advice: str = "") -> None:
         """Whether all hosts call this with one value; a barrier of all of them.
@@ -151,6 +156,20 @@ class HostWatch:
         self._client.wait_at_barrier(f"{_PREFIX}/{what}", _AS_LONG_AS_IT_TAKES_MS)
         found = self._read(what)
         return [found[host] for host in range(self._hosts.num_hosts)]
+
+    def _met(self) -> list[str]:
+        """Names of the machines; the service lets in whoever comes, whatever it was told."""
+        self._say("at", json.dumps([self._own_name(), self._hosts.num_hosts]))
+        self._client.wait_at_barrier(f"{_PREFIX}/at", _AS_LONG_AS_IT_TAKES_MS)
+        found = {host: json.loads(text) for host, text in self._read("at").items()}
+        for host, (name, count) in sorted(found.items()):
+            if count != self._hosts.num_hosts:
+                raise UserError(
+                    f"hosts differ: host {host} ({name}) was told of {count} hosts, and host "
+                    f"{self._hosts.host_index} ({self._own_name()}) of {self._hosts.num_hosts}. "
+                    "Give all of them the same number"
+                )
+        return [found[host][0] for host in range(self._hosts.num_hosts)]
 
     def _own_name(self) -> str:
         return socket.gethostname()
@@ -269,7 +288,11 @@ def join(
             f"{hosts.describe()}: they have not come together: {error}. Is the first one's port "
             "free, and can the others reach it?"
         ) from error
-    _watch = HostWatch(hosts, jax_internals.service_client())
+    try:
+        _watch = HostWatch(hosts, jax_internals.service_client())
+    except UserError:
+        time.sleep(_TOLD_S)  # the first host's end is the service's, and all are to see it
+        raise
     atexit.register(_watch.leave)  # before JAX's own end, since what comes last goes first
     before = sys.excepthook
 

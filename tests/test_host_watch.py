@@ -51,6 +51,15 @@ def test_hosts_that_differ_say_so_and_end():
 
 
 @pytest.mark.thorough
+def test_hosts_that_were_told_of_other_numbers_say_so():
+    join = JOIN.replace("platform=", "num_hosts=2 + int(os.environ['NODE_RANK']), platform=")
+    hosts = Hosts(2, ["-c", f"import os{join}"])
+    assert hosts.wait() == [1, 1]
+    assert "was told of 3 hosts, and host 0 (" in hosts.output(0)
+    assert "was told of 2 hosts, and host 1 (" in hosts.output(1)
+
+
+@pytest.mark.thorough
 def test_values_that_differ_are_told_by_name():
     values = "{'lr': str(me // 2), 'seed': '0', 'only' if me == 2 else 'other': ''}"
     hosts = Hosts(3, ["-c", f"{JOIN}host_watch.agree_on({values}, advice='Mend it')"])

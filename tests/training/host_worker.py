@@ -7,6 +7,7 @@ reads.
 import json
 import os
 import pathlib
+import signal
 import sys
 
 import numpy as np
@@ -40,6 +41,12 @@ def train(case, num_hosts, *, dispatched=None, **options):
     from plain_training import initial_parameters, random_batch
     from streamed_training import small_config, strategy, trainer
 
+    from slidedp_jax.checkpoint import save_together
+
+    if "others_on" in case and case["others_on"][0] == jax.process_index():
+        case = case | case["others_on"][1]
+    if case.get("killed_in_save") == jax.process_index():
+        save_together._Share.write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     config = small_config(tied=case.get("tied", False), layers=2)
     plan = strategy(num_hosts=num_hosts, num_host_devices=case["host_devices"], **case["strategy"])
     rows = case.get("rows", 16)
@@ -54,7 +61,7 @@ def train(case, num_hosts, *, dispatched=None, **options):
     options |= {name: case[name] for name in names if name in case}
     with trainer(
         config,
-        optax.adamw(1e-3, weight_decay=0.1),
+        optax.adamw(case.get("learning_rate", 1e-3), weight_decay=0.1),
         plan,
         parameters=initial_parameters(config),
         max_grad_norm=clip,
