@@ -2,7 +2,7 @@
 
 One process per host drives all its GPUs. How many there are is taken from the first of these that
 says so: what is stated, JAX's and Kubeflow's variables (`JAX_NUM_PROCESSES`, `NUM_PROCESSES`),
-`NNODES` and `NODE_RANK` (as MaxText and torchrun's scripts have them), SLURM, Open MPI. What is
+`NNODES` and `NODE_RANK` (as MaxText and torchrun's scripts have them), Open MPI, SLURM. What is
 stated beside that wins field by field. Where nothing says so, there is one.
 
 JAX's own detection is not used: under SLURM and Open MPI it takes a process per GPU for granted and
@@ -98,7 +98,8 @@ def resolve_hosts(
                 "leave those out, or state how many hosts there are"
             )
         return Hosts(found_in="as stated")
-    searched = (_jax_variables, _kubeflow_job, _node_variables, _slurm, _open_mpi)
+    # Open MPI first: within a SLURM job its processes have the variables of its daemons' step.
+    searched = (_jax_variables, _kubeflow_job, _node_variables, _open_mpi, _slurm)
     candidates = (found for search in searched if (found := search(environment)) is not None)
     found = next((own for own in candidates if own.num_hosts is not None), None)
     if found is None:

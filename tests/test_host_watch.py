@@ -1,5 +1,6 @@
 """Hosts join, agree and end together: processes of this machine, killed and stopped in turn."""
 
+import ast
 import signal
 import time
 
@@ -39,6 +40,45 @@ def test_all_devices_are_there_host_by_host_and_each_has_host_devices_of_its_own
     for host in range(2):
         assert "[0, 0, 1, 1] True" in hosts.output(host)
         assert "['value of 0', 'value of 1']" in hosts.output(host)
+
+
+SLURM = """
+os.environ |= {
+    "SLURM_JOB_ID": port, "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "localhost",
+    "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2",
+    "SLURM_PROCID": me, "SLURM_NODEID": me, "SLURM_LOCALID": "0", "SLURM_NTASKS_PER_NODE": "1",
+}
+del os.environ["JAX_COORDINATOR_ADDRESS"]
+"""
+OPEN_MPI = """
+os.environ |= {
+    "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": me, "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_MCA_orte_hnp_uri": "1.0;tcp://127.0.0.1:1",
+}
+"""
+LISTENING = """
+addresses = []
+for name in ("tcp", "tcp6"):
+    for line in open(f"/proc/net/{name}").readlines()[1:]:
+        address, port = line.split()[1].split(":")
+        if line.split()[3] == "0A" and int(port, 16) == int(setup.hosts.coordinator.split(":")[1]):
+            addresses.append(address)
+print("LISTENS", addresses)
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("launcher", [SLURM, OPEN_MPI], ids=["slurm", "open_mpi"])
+def test_launchers_cut_no_process_down_to_one_device(launcher):
+    """JAX's own detection would; and the service listens where it is called, and nowhere else."""
+    begin = "import os\nme = os.environ['NODE_RANK']\ndel os.environ['NNODES']\n"
+    begin += "port = os.environ['JAX_COORDINATOR_ADDRESS'].split(':')[1]\n"
+    code = begin + launcher + JOIN + "print('SEES', len(own), len(devices))\n" + LISTENING
+    hosts = run_hosts(2, code + "host_watch.agree('all have looked', '')\n")
+    for host in range(2):
+        assert "SEES 2 4" in hosts.output(host)
+    (address,) = ast.literal_eval(hosts.output(0).split("LISTENS ")[1])
+    assert address in ("0100007F", "0000000000000000FFFF00000100007F")  # 127.0.0.1, also as IPv6
 
 
 @pytest.mark.thorough

@@ -65,6 +65,19 @@ def found(environment, **stated):
             {"NNODES": "3", "JOB_COMPLETION_INDEX": "2", "JAX_COORDINATOR_ADDRESS": "s-w-0-0.s"},
             (3, 2, f"s-w-0-0.s:{DEFAULT_PORT}"),
         ),
+        (  # a JobSet of JAX's names, with an index for each pod
+            {
+                "JAX_NUM_PROCESSES": "4",
+                "JOB_COMPLETION_INDEX": "1",
+                "JAX_COORDINATOR_ADDRESS": "finetune-hosts-0-0.finetune:62831",
+            },
+            (4, 1, "finetune-hosts-0-0.finetune:62831"),
+        ),
+        (  # Open MPI within a SLURM job, by mpirun: the daemons' step has a task per node
+            SLURM | {"SLURM_STEP_NUM_TASKS": "1"} | OPEN_MPI | {"MASTER_ADDR": "10.0.0.1"},
+            (2, 1, f"10.0.0.1:{DEFAULT_PORT}"),
+        ),
+        (SLURM | {"SLURM_STEP_NODELIST": "a-[3,5]"}, (2, 1, f"a-3:{61440 + 16 * 4711 % 4096 + 1}")),
         ({"NNODES": "1", "NODE_RANK": "0"}, (1, 0, None)),
         ({"JOB_COMPLETION_INDEX": "5"}, (1, 0, None)),
     ],
