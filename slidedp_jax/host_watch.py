@@ -28,6 +28,8 @@ QUIET_S = 30.0
 """A host that has said nothing for so long is taken for dead."""
 
 _LOOK_S = 1.0
+_MOST_PER_LOOK_S = 3.0
+"""Where a process has looked later than that, it was stopped, and has not waited."""
 _SERVICE_QUIET_S = 100
 """The service's own limit. JAX ends a process after half of it: after ours, which says more."""
 _MOST_TIDYING_S = 10.0
@@ -55,8 +57,8 @@ class HostWatch:
         self._hosts = hosts
         self._client = client
         self._round = 0
-        self._beats: dict[int, tuple[str, int]] = {}
-        self._unanswered = 0
+        self._beats: dict[int, tuple[str, float]] = {}
+        self._unanswered_s = 0.0
         self._last_error = ""
         self._over = threading.Event()
         self._failed = False
@@ -188,13 +190,13 @@ class HostWatch:
         return {int(key.rsplit("/", 1)[1]): value for key, value in found}
 
     def _watch(self) -> None:
-        beat = 0
+        beat, laps = 0, _Laps()
         while not self._over.wait(_LOOK_S):
             try:
                 beat += 1
                 self._say("beat", str(beat))
                 failed, beats = self._read("failed"), self._read("beat")
-                self._unanswered = 0
+                self._unanswered_s = 0.0
             except Exception as error:  # of the service, whatever its client raises
                 self._last_error = str(error)
                 continue
@@ -203,27 +205,25 @@ class HostWatch:
                     with contextlib.suppress(Exception):
                         self._say("told", "yes")
                     self._end(f"{self._named(host)} has ended: {cause}")
-            self._look_for_silence(beats)
+            self._look_for_silence(beats, laps.next_s())
 
     def _watch_service(self) -> None:
-        """On a thread of its own, since a service that hangs answers with nothing at all.
-
-        What counts is looks and not time: a machine that slept has not waited.
-        """
+        """On a thread of its own, since a service that hangs answers with nothing at all."""
+        laps = _Laps()
         while not self._over.wait(_LOOK_S):
-            self._unanswered += 1
-            if self._unanswered * _LOOK_S > QUIET_S:
+            self._unanswered_s += laps.next_s()
+            if self._unanswered_s > QUIET_S:
                 self._end(
                     f"{self._named(0)}, where all meet, has not answered for {QUIET_S:g} s: it was "
                     f"killed, hangs or is cut off. {self._last_error}".rstrip()
                 )
 
-    def _look_for_silence(self, beats: dict[int, str]) -> None:
+    def _look_for_silence(self, beats: dict[int, str], seconds: float) -> None:
         for host in range(self._hosts.num_hosts):
             beat = beats.get(host, "")
-            before, looks = self._beats.get(host, ("", 0))
-            self._beats[host] = beat, looks + 1 if beat == before else 0
-            if self._beats[host][1] * _LOOK_S > QUIET_S and not self._failed:
+            before, quiet_s = self._beats.get(host, ("", 0.0))
+            self._beats[host] = beat, quiet_s + seconds if beat == before else 0.0
+            if self._beats[host][1] > QUIET_S and not self._failed:
                 self._end(
                     f"{self._named(host)} has said nothing for {QUIET_S:g} s: it was killed, hangs "
                     "or is cut off"
@@ -246,6 +246,18 @@ class HostWatch:
     def _tidied(self) -> None:
         with contextlib.suppress(Exception):
             self.tidy()
+
+
+class _Laps:
+    """Seconds between looks, of which a process that was stopped itself counts few."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def next_s(self) -> float:
+        """Since the last call."""
+        before, self._last = self._last, time.monotonic()
+        return min(self._last - before, _MOST_PER_LOOK_S)
 
 
 _watch: HostWatch | None = None
