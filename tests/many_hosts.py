@@ -49,7 +49,7 @@ class Hosts:
                     )
                 )
 
-    def wait(self, timeout: float = 300.0) -> list[int]:
+    def wait(self, timeout: float = 600.0) -> list[int]:
         """Exit codes; kills all and fails after the time."""
         deadline = time.monotonic() + timeout
         try:
@@ -82,7 +82,7 @@ def run_hosts(num_hosts: int, code: str, *arguments: str, **environment: str) ->
     return hosts
 
 
-def until(condition, hosts: Hosts, timeout: float = 120.0) -> None:
+def until(condition, hosts: Hosts, timeout: float = 400.0) -> None:
     """Wait for a condition while all hosts run."""
     deadline = time.monotonic() + timeout
     while not condition():

@@ -154,7 +154,7 @@ def test_a_run_that_is_under_way_keeps_its_folder(inputs, tmp_path):
     try:
         until(lambda: "step 1/" in running.output(0), running, 400)
         second = start(inputs, out)
-        assert second.wait(200) == [1, 1], second.text()
+        assert second.wait() == [1, 1], second.text()
         for host in range(2):
             assert "is in use by another run" in second.output(host)
         running.processes[0].send_signal(signal.SIGTERM)
@@ -190,7 +190,7 @@ def test_hosts_that_are_given_other_things_say_so_before_the_first_step(
     write_what_differs(tmp_path)
     settings = {name: value.replace("{here}", str(tmp_path)) for name, value in settings.items()}
     hosts = start(inputs, settings.pop("output_dir", tmp_path / "run"), **settings)
-    assert hosts.wait(200) == [1, 1], hosts.text()
+    assert hosts.wait() == [1, 1], hosts.text()
     for host in range(2):
         assert text in hosts.output(host), hosts.text()
     assert not list(tmp_path.glob("*/checkpoints")) and not list(tmp_path.glob("*/metrics.jsonl"))
@@ -206,5 +206,5 @@ def test_hosts_that_are_given_other_things_say_so_before_the_first_step(
 )
 def test_what_several_hosts_cannot_is_refused_by_name(inputs, tmp_path, settings, text):
     hosts = start(inputs, tmp_path / "run", **settings)
-    assert hosts.wait(120) == [1, 1], hosts.text()
+    assert hosts.wait() == [1, 1], hosts.text()
     assert text in hosts.output(0)
