@@ -108,7 +108,8 @@ class HostWatch:
         for host, own in enumerate(of_hosts):
             if own == of_hosts[0]:
                 continue
-            names = [name for name in of_hosts[0] | own if of_hosts[0].get(name) != own.get(name)]
+            both = sorted(of_hosts[0] | own)
+            names = [name for name in both if of_hosts[0].get(name) != own.get(name)]
             texts = [
                 f"{name} is {_short(str(of_hosts[0].get(name)))} on {self._named(0)} and "
                 f"{_short(str(own.get(name)))} on {self._named(host)}"
