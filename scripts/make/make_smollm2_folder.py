@@ -12,9 +12,11 @@ chat template.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 
@@ -51,6 +53,14 @@ def make_folder(folder: Path) -> Path:
     """Writes the folder, whole or not at all, or returns it as it is if it is there."""
     if folder.exists():
         return folder
+    import gguf
+
+    # transformers reads the file twice more, for the configuration and for the tokenizer.
+    with mock.patch.object(gguf, "GGUFReader", functools.cache(gguf.GGUFReader)):
+        return _make_folder(folder)
+
+
+def _make_folder(folder: Path) -> Path:
     import torch
     from gguf import GGUFReader
     from gguf.quants import dequantize
@@ -61,17 +71,19 @@ def make_folder(folder: Path) -> Path:
     config = AutoConfig.from_pretrained(**source)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     parameters = {}
-    for tensor in GGUFReader(gguf).tensors:
+    for tensor in GGUFReader(str(gguf)).tensors:
         value = dequantize(tensor.data, tensor.tensor_type)
         kind = tensor.name.split(".")[-2]
         if kind in heads:
             value = split_rotary_halves(value, heads[kind])
         parameters[huggingface_name(tensor.name)] = torch.from_numpy(value.copy())
-    model = LlamaForCausalLM(config)
-    missing, unexpected = model.load_state_dict(parameters, strict=False)
+    with torch.device("meta"):  # no random values that the file's replace
+        model = LlamaForCausalLM(config)
+    missing, unexpected = model.load_state_dict(parameters, strict=False, assign=True)
     if unexpected or missing != ["lm_head.weight"]:  # tied: the embedding fills it
         raise ValueError(f"{gguf} lacks {missing} and has {unexpected} besides.")
 
+    model.tie_weights()
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as parent:
         partial = Path(parent) / folder.name
