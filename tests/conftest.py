@@ -53,6 +53,12 @@ def drop_compiled_programs_in_time():
         gc.collect()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure():
+    """pytest has looked at what garbage was left; it would look again, which takes seconds."""
+    gc.freeze()
+
+
 @pytest.fixture
 def traced_cudnn(monkeypatch):
     """JAX traces cuDNN's attention though there is no cuDNN; nothing can be compiled."""

@@ -5,11 +5,12 @@ are equal: making them anew takes five sixths of the time.
 """
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 import os
+import re
 import sys
+import threading
 
 import jax
 import numpy as np
@@ -18,20 +19,23 @@ import optax
 from slidedp_jax import assembly, trainer
 from slidedp_jax.models import decoder
 from slidedp_jax.run import compiled
-from slidedp_jax.update import part_updates, treatments
+from slidedp_jax.update import decompose, part_updates, treatments
 
 _compiled = {}
 _traced = {}
 _taken_apart = {}
 _elementwise = {}
+_starting = {}
 _active = True
 
 
 def share() -> None:
     """From now on; before anything else takes hold of what is replaced here."""
     _share_compiled_programs()
+    _share_contexts()
     _share_traces()
     _share_optimizers()
+    _share_starting_values()
     _share_updates()
     _share_trials_of_optimizers()
 
@@ -101,6 +105,34 @@ def _say_once(error: Exception) -> None:
         )
 
 
+PROGRAMS_OF_A_CONTEXT = 200
+"""A context keeps every type and attribute that was ever made in it."""
+
+
+def _share_contexts() -> None:
+    """MLIR's, of which JAX makes one for each program: a third of the time of lowering a small one.
+
+    Each thread has its own.
+    """
+    try:
+        from jax._src.interpreters import mlir
+
+        make_context = mlir.make_ir_context
+        inspect.signature(make_context).bind()
+    except (ImportError, AttributeError, TypeError):
+        return
+    of_thread = threading.local()
+
+    def context_of_thread():
+        number = getattr(of_thread, "number", 0)
+        if number % PROGRAMS_OF_A_CONTEXT == 0:
+            of_thread.context = make_context()
+        of_thread.number = number + 1
+        return of_thread.context
+
+    mlir.make_ir_context = context_of_thread
+
+
 def _share_traces() -> None:
     """Of models that were built alike, on equal devices, with equal routes."""
     build = decoder.build
@@ -137,12 +169,47 @@ def _share_optimizers() -> None:
     for name in ("adamw", "sgd"):
         setattr(optax, name, _once(getattr(optax, name), lambda *given, **named: (given, named)))
 
-    def settings(args, num_steps):
-        """All that an optimizer of the training command may depend on, and more."""
-        elsewhere = {"output_dir": "", "save_steps": None, "save_total_limit": 1, "export": False}
-        return dataclasses.replace(args, **elsewhere), num_steps
+    make_optimizer = compiled.make_optimizer
 
-    compiled.make_optimizer = _once(compiled.make_optimizer, settings)
+    def of_settings(settings, num_steps):
+        return make_optimizer(settings, num_steps)
+
+    def key_of(settings, num_steps):
+        # Of a constant rate the number of steps decides nothing.
+        return settings.values(), None if settings.lr_scheduler_type == "constant" else num_steps
+
+    make_once = _once(of_settings, key_of)
+    compiled.make_optimizer = lambda args, num_steps: make_once(_OfOptimizers(args), num_steps)
+
+
+class _OfOptimizers:
+    """The training command's settings of which an optimizer may be made, and no others."""
+
+    names = re.compile("optim|learning_rate|lr_|warmup_|min_lr_|weight_decay|adam_")
+
+    def __init__(self, args):
+        self._args = args
+
+    def __getattr__(self, name):
+        assert self.names.match(name), f"optimizers depend on {name}: name it in {__file__}"
+        return getattr(self._args, name)
+
+    def values(self):
+        return {name: own for name, own in vars(self._args).items() if self.names.match(name)}
+
+
+def _share_starting_values() -> None:
+    """Of the state that no parameter owns."""
+    initial_shared = decompose.DecomposedOptimizer.initial_shared
+
+    def made_once(optimizer):
+        if not _active:
+            return initial_shared(optimizer)
+        if optimizer.shared_text not in _starting:
+            _starting[optimizer.shared_text] = initial_shared(optimizer)
+        return [leaf.copy() for leaf in _starting[optimizer.shared_text]]
+
+    decompose.DecomposedOptimizer.initial_shared = made_once
 
 
 def _once(make, key_of):
@@ -164,7 +231,7 @@ def _once(make, key_of):
 
 
 def _share_updates() -> None:
-    """Of one optimizer: how it is taken apart, and the traces of kernels on equal devices."""
+    """How an optimizer is taken apart, and the traces of equal ones' kernels on equal devices."""
     make_treatments, make_kernels = trainer.Treatments, part_updates.UpdateKernels
 
     def treatments_once(optimizer, shapes, **options):
@@ -179,7 +246,7 @@ def _share_updates() -> None:
     def kernels_sharing_traces(optimizer, sharding, **options):
         kernels = make_kernels(optimizer, sharding, **options)
         if _active:
-            key = id(optimizer), sharding, tuple(options.items())
+            key = _text_of(optimizer), sharding, tuple(options.items())
             if key not in _taken_apart:
                 _taken_apart[key] = make_kernels(optimizer, sharding, **options), optimizer
             for name in ("_update", "_init", "_square", "_advance"):
@@ -188,6 +255,13 @@ def _share_updates() -> None:
 
     trainer.Treatments = treatments_once
     part_updates.UpdateKernels = kernels_sharing_traces
+
+
+def _text_of(optimizer):
+    """What an element-wise optimizer computes, whatever its parameters are called."""
+    whole, members = optimizer._optimizer, optimizer._members
+    programs = tuple((whole.texts[group], len(whole.shape(group))) for group in members)
+    return programs, optimizer.state_dtypes, whole.shared_text
 
 
 def _share_trials_of_optimizers() -> None:
