@@ -33,9 +33,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_traceback_in_locations_limit", 0)  # a sixth of the time of lowering
 
 
-MOST_MAPPINGS = 20_000
+MOST_MAPPINGS = 40_000
 """Every compiled program maps some memory; a process that reaches the kernel's limit of 65,530
-mappings crashes while it compiles."""
+mappings crashes while it compiles. No file adds 10,000."""
 
 shared_programs.share()
 # Tracing leaves much that is garbage at once and little that is old.
@@ -93,6 +93,15 @@ LONGEST_FILES = (
     "test_expert_training.py",
 )
 """They begin first, so that no worker is left alone with one of them at the end."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from workers import ByPrograms
+
+    return ByPrograms(config, log)
 
 
 def pytest_addoption(parser):

@@ -53,16 +53,16 @@ def reference():
     graph, parameters, rest = nnx.split(Hybrid(nnx.Rngs(1), rate=RATE), nnx.Param, ...)
 
     def loss(parameters, batch, step):
-        model = nnx.merge(graph, parameters, rest)
-        logits = []
-        for row in range(ROWS):
-            ids = batch["input_ids"][row : row + 1]
+        def of_row(row):
+            model = nnx.merge(graph, parameters, rest)
+            ids = batch["input_ids"][row][None]
             x = model.tokens(ids) + model.places[...][None, :TOKENS]
             x = with_key(model.drop, folded(7, step, row, 0), b"drop.rngs.key")(x)
             for index, block in enumerate(model.blocks):
                 x = with_key(block, folded(7, step, row, index + 1), b"drop.rngs.key")(x)
-            logits.append(model.logits(x))
-        return next_token_loss(jnp.concatenate(logits), batch["labels"])
+            return model.logits(x)[0]
+
+        return next_token_loss(jax.lax.map(of_row, jnp.arange(ROWS)), batch["labels"])
 
     losses, parameters = train_plainly(loss, parameters, adamw(), batches())
     return losses, named_leaves(nnx.to_pure_dict(parameters))

@@ -84,9 +84,9 @@ def test_a_layers_index(devices, layers, kept):
         adapted, batches(), devices=devices, layers=layers, microbatches=2, kept=kept
     )
     assert_equal_training(losses, trained, *trained_plainly(forward))
-    with Trainer(
-        adapted.model, adamw(), strategy=strategy(2, ROWS), num_devices=2, kernel_form="whole"
-    ) as trainer:
+    plan = strategy(devices, ROWS, layers=layers, microbatches=2, kept=kept)
+    options = {"num_devices": devices, "kernel_form": "whole"}
+    with Trainer(adapted.model, adamw(), strategy=plan, **options) as trainer:
         value, _ = trainer.evaluate(batches()[0])
     np.testing.assert_allclose(value, losses[0], rtol=2e-6)
     with jax.numpy_rank_promotion("allow"):

@@ -43,10 +43,9 @@ def test_a_checkpoint_of_another_configuration_is_refused(tmp_path):
         return Trainer(adapted.model, adamw(), strategy=strategy(1, ROWS), num_devices=1)
 
     with start(rope_theta=10_000, shape=(2, 3)) as first:
-        first.step(token_batches(VOCAB, ROWS, TOKENS, 1)[0])
         folder = first.save(tmp_path)
     with start(rope_theta=10_000, shape=[2, 3]) as second:
-        assert second.restore(folder).step == 1
+        assert second.restore(folder).step == 0
     with (
         start(rope_theta=500_000, shape=[2, 3]) as third,
         pytest.raises(UserError, match="another model configuration: rope_theta"),

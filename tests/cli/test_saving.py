@@ -226,7 +226,8 @@ def test_a_save_that_will_hold_steps_up_is_noted_before():
 )
 def test_a_scheduler_is_told_to_start_the_run_again(inputs, tmp_path, number):
     out = tmp_path / "run"
-    process = inputs.start(out, max_steps=5000, save_steps=3, stop_within=300)
+    settings = {"num_devices": 1, "num_host_devices": 1}
+    process = inputs.start(out, max_steps=5000, save_steps=3, stop_within=300, **settings)
     while not process.stdout.readline().startswith("step 4/"):
         assert process.poll() is None, process.communicate()[1]
     process.send_signal(number)

@@ -153,7 +153,8 @@ def test_bfloat16_parameters_mean_bfloat16_compute():
     values = plain_model.random_values(model)
     batch = plain_model.rows_batch(random_ids(2, 40))
     narrow = plain_model.model_arrays(model, values, jnp.bfloat16)
-    assert plain_model.hidden_states(model, narrow, batch).dtype == jnp.bfloat16
+    hidden = jax.eval_shape(lambda trees: plain_model.hidden_states(model, trees, batch), narrow)
+    assert hidden.dtype == jnp.bfloat16
     loss, gradient = compiled_loss(model)(narrow, batch)
     assert loss.dtype == jnp.float32
     assert {leaf.dtype for leaf in jax.tree.leaves(gradient)} == {jnp.dtype(jnp.bfloat16)}

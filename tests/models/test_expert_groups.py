@@ -1,5 +1,7 @@
 """Sorting visits by expert, and products with each row's own matrix, against loops in NumPy."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +19,7 @@ from slidedp_jax.models.expert_groups import (
 from slidedp_jax.models.grouped_products import grouped_product
 
 EXPERTS, WIDTH = 5, 3
+sorted_visits = jax.jit(group_visits, static_argnums=(1, 2))
 
 
 def choices(kind):
@@ -43,7 +46,7 @@ CASES = [
 @pytest.mark.parametrize(("kind", "block"), CASES)
 def test_every_visit_has_a_row_among_its_experts(kind, block):
     chosen = choices(kind)
-    groups = group_visits(jnp.asarray(chosen, jnp.int32), EXPERTS, block)
+    groups = sorted_visits(jnp.asarray(chosen, jnp.int32), EXPERTS, block)
     slots, sources, sizes = map(np.asarray, groups)
     assert sources.shape == (num_rows(chosen.size, EXPERTS, block),)
     assert sizes.sum() == sources.size
@@ -60,10 +63,16 @@ def test_every_visit_has_a_row_among_its_experts(kind, block):
         assert (np.diff(of_expert) > 0).all()
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def value_and_pulled_back(function, value, groups, back):
+    got, pullback = jax.vjp(lambda v: function(v, groups), value)
+    return got, pullback(back)[0]
+
+
 @pytest.mark.parametrize("kind", ["spread", "one_takes_all"])
 def test_rows_of_tokens_and_back_with_their_derivatives(kind):
     chosen = choices(kind)
-    groups = group_visits(jnp.asarray(chosen, jnp.int32), EXPERTS, 4)
+    groups = sorted_visits(jnp.asarray(chosen, jnp.int32), EXPERTS, 4)
     rng = np.random.default_rng(1)
     num_rows_, num_tokens = groups.sources.size, chosen.shape[0]
     x = rng.standard_normal((num_tokens, WIDTH)).astype(np.float32)
@@ -80,23 +89,27 @@ def test_rows_of_tokens_and_back_with_their_derivatives(kind):
         (of_rows, visits, values),
     ):
         flat = value.reshape(matrix.shape[1], -1)
-        got, pullback = jax.vjp(lambda v, f=function: f(v, groups), jnp.asarray(value))
+        shape = jax.eval_shape(function, value, groups).shape
+        back = rng.standard_normal(shape).astype(np.float32)
+        got, found = value_and_pulled_back(function, value, groups, back)
         np.testing.assert_allclose(got.reshape(matrix.shape[0], -1), matrix @ flat, rtol=1e-6)
-        back = rng.standard_normal(got.shape).astype(np.float32)
         expected = matrix.T @ back.reshape(matrix.shape[0], -1)
-        found = pullback(jnp.asarray(back))[0].reshape(expected.shape)
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(found.reshape(expected.shape), expected, rtol=1e-5, atol=1e-6)
 
 
 def product_and_gradients(product, x, weights, dy):
-    y, pullback = jax.vjp(product, jnp.asarray(x), jnp.asarray(weights))
-    return (y, *pullback(jnp.asarray(dy, y.dtype)))
+    @jax.jit
+    def run(x, weights, dy):
+        y, pullback = jax.vjp(product, x, weights)
+        return (y, *pullback(dy.astype(y.dtype)))
+
+    return run(x, weights, dy)
 
 
 @pytest.mark.parametrize(("kind", "block"), CASES)
 def test_grouped_products_are_each_rows_own(kind, block):
     chosen = choices(kind)
-    groups = group_visits(jnp.asarray(chosen, jnp.int32), EXPERTS, block)
+    groups = sorted_visits(jnp.asarray(chosen, jnp.int32), EXPERTS, block)
     rng = np.random.default_rng(2)
     x = rng.standard_normal((groups.sources.size, WIDTH)).astype(np.float32)
     x[np.asarray(groups.sources) == chosen.size] = 0

@@ -52,10 +52,13 @@ def feed_forward(config, values, x):
     model = build(config)
     layer = model.layer_fns[0].args[0]
     params = plain_model.stage_arrays(model.layers[0], values)
-    mlp = layer.merge(params).mlp
-    x = jnp.asarray(x, jnp.float32)[None]
-    y, routing = mlp(x)
-    return np.asarray(y)[0], np.asarray(routing.chosen)[0]
+
+    @plain_model.quick_jit
+    def run(params, x):
+        y, routing = layer.merge(params).mlp(x[None])
+        return y[0], routing.chosen[0]
+
+    return tuple(map(np.asarray, run(params, jnp.asarray(x, jnp.float32))))
 
 
 def values_of(config, **changes):

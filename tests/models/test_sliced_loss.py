@@ -39,42 +39,27 @@ def in_slices(weight, rows):
     return [(jnp.int32(first), padded[first : first + rows]) for first in range(0, VOCAB, rows)]
 
 
-@functools.partial(plain_model.quick_jit)
+SIZES = {"vocab_size": VOCAB, "hidden_fn": squared, "block_tokens": BLOCK}
+with_slice = plain_model.quick_jit(functools.partial(add_to_statistics, **SIZES))
+gradients_of_slice = plain_model.quick_jit(functools.partial(slice_gradients, **SIZES))
+
+
 def statistics_of(x, slices, targets):
     found = no_statistics(TOKENS)
     for first, rows in slices:
-        found = add_to_statistics(
-            found,
-            rows,
-            first,
-            x,
-            targets,
-            vocab_size=VOCAB,
-            hidden_fn=squared,
-            block_tokens=BLOCK,
-        )
+        found = with_slice(found, rows, first, x, targets)
     return found
 
 
-@plain_model.quick_jit
 def gradients_of(x, slices, targets, log_sum, coefficients):
     d_hidden, d_weight = jnp.zeros((TOKENS, HIDDEN), jnp.float32), []
     for first, rows in slices:
-        d_hidden, d_rows = slice_gradients(
-            d_hidden,
-            jnp.zeros(rows.shape, jnp.float32),
-            rows,
-            first,
-            x,
-            targets,
-            log_sum,
-            coefficients,
-            vocab_size=VOCAB,
-            hidden_fn=squared,
-            block_tokens=BLOCK,
+        zeros = jnp.zeros(rows.shape, jnp.float32)
+        d_hidden, d_rows = gradients_of_slice(
+            d_hidden, zeros, rows, first, x, targets, log_sum, coefficients
         )
         d_weight.append(d_rows)
-    return d_hidden, jnp.concatenate(d_weight)
+    return d_hidden, np.concatenate(d_weight)
 
 
 def plain_log_probabilities(hidden, weight, targets):
@@ -102,7 +87,7 @@ def test_both_passes_equal_the_plain_formula(rows, scale):
 
     coefficients = jnp.where(targets == -100, 0.0, 0.5 / jnp.sqrt(1 - got))
     d_hidden, d_weight = gradients_of(x, slices, targets, log_sums(statistics), coefficients)
-    plain = jax.grad(objective, argnums=(0, 1))(squared(x), weight)
+    plain = plain_model.quick_jit(jax.grad(objective, argnums=(0, 1)))(squared(x), weight)
     for own, expected in zip((d_hidden, d_weight[:VOCAB]), plain, strict=True):
         assert np.linalg.norm(own - expected) <= 2e-5 * np.linalg.norm(expected)
     assert not d_weight[VOCAB:].any()

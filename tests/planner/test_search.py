@@ -109,7 +109,8 @@ def test_more_device_memory_never_gives_a_slower_plan(
         return found.chosen.time.step_s
 
     small, extra = budgets_gib
-    assert step_s(small + extra) <= (1.05 if uses_spare_memory else 1) * step_s(small)
+    rounding = 1 + 1e-12  # of sums over a step in another order
+    assert step_s(small + extra) <= (1.05 if uses_spare_memory else rounding) * step_s(small)
 
 
 def test_a_tight_device_changes_the_strategy_and_lists_what_was_given_up():
