@@ -61,7 +61,7 @@ def test_an_adapted_models_smoothed_loss_is_that_of_plain_jax():
         vocab_size=VOCAB,
     )
     with jax.numpy_rank_promotion("allow"):
-        loss, gradients = jax.value_and_grad(plain)(tree, ids, labels)
+        loss, gradients = jax.jit(jax.value_and_grad(plain))(tree, ids, labels)
     batch = {"input_ids": ids, "labels": labels}
     with Trainer(
         adapted.model,

@@ -10,7 +10,13 @@ from slidedp_jax.models.dense import Linear, RMSNorm
 def gradients(module, x):
     graph, state = nnx.split(module)
     state = jax.tree.map(lambda leaf: leaf.astype(x.dtype), state)
-    pure = jax.grad(lambda state: nnx.merge(graph, state)(x).astype(jnp.float32).sum())(state)
+
+    @jax.jit
+    @jax.grad
+    def run(state):
+        return nnx.merge(graph, state)(x).astype(jnp.float32).sum()
+
+    pure = run(state)
     return nnx.to_pure_dict(pure)
 
 

@@ -35,6 +35,18 @@ def value_and_grad(params, batch):
     return jax.value_and_grad(loss)(params)
 
 
+def plain_steps(optimizer):
+    """A function of parameters, state and batch to parameters and state."""
+
+    @jax.jit
+    def step(params, state, batch):
+        _, gradients = value_and_grad(params, batch)
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
 def params_and_state(optimizer):
     params = {name: jnp.asarray(values) for name, values in initial_parameters(KINDS).items()}
     return params, optimizer.init(params)
@@ -53,14 +65,13 @@ def injected():
 @pytest.mark.thorough
 def test_hyperparameters_change_between_steps(tmp_path):
     optimizer = injected()
+    stepped = plain_steps(optimizer)
     params, state = params_and_state(optimizer)
     for number, batch in enumerate(batches()):
         if number == 1:
             state.hyperparams["learning_rate"] = jnp.float32(RATE / 10)
             state.hyperparams["weight_decay"] = jnp.float32(0.5)
-        _, gradients = value_and_grad(params, batch)
-        updates, state = optimizer.update(gradients, state, params)
-        params = optax.apply_updates(params, updates)
+        params, state = stepped(params, state, batch)
     first, *others = batches()
     with start(optimizer) as trainer:
         assert trainer.hyperparameters["learning_rate"] == np.float32(RATE)
@@ -112,11 +123,10 @@ def test_hyperparameters_of_one_name_have_their_label():
 
 def test_optimizer_state_by_name():
     optimizer = optax.adamw(RATE)
+    stepped = plain_steps(optimizer)
     params, state = params_and_state(optimizer)
     for batch in batches():
-        _, gradients = value_and_grad(params, batch)
-        updates, state = optimizer.update(gradients, state, params)
-        params = optax.apply_updates(params, updates)
+        params, state = stepped(params, state, batch)
     with start(optimizer, frozen=["scale"], ema_decay=0.5) as trainer:
         for batch in batches():
             trainer.step(batch)
@@ -225,11 +235,10 @@ def test_evaluation_at_weights_of_ones_own():
     """As of schedule-free optimizers, whose weights to use are made of weights and state."""
     optimizer = contrib.schedule_free_adamw(RATE, b1=0.9)
     params, state = params_and_state(optimizer)
+    stepped = plain_steps(optimizer)
     first, second, last = batches()
     for batch in (first, second):
-        _, gradients = value_and_grad(params, batch)
-        updates, state = optimizer.update(gradients, state, params)
-        params = optax.apply_updates(params, updates)
+        params, state = stepped(params, state, batch)
     wanted = contrib.schedule_free_eval_params(state, params)
     with start(optimizer) as trainer:
         trainer.step(first)
