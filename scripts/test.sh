@@ -51,6 +51,7 @@ fi
 unset PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX="$PWD/.venv-test/bytecode"
 
-# A worker compiles on one core most of the time. A file stays on one worker, whose programs it shares.
+# A worker compiles on one core most of the time. A file stays on one worker, whose programs it shares;
+# so do some folders (tests/workers.py).
 workers=$(.venv-test/bin/python -c 'import os; print(min(4, len(os.sched_getaffinity(0))))')
 .venv-test/bin/python -m pytest -q -rs -n "$workers" --dist loadfile --no-loadscope-reorder "$@"

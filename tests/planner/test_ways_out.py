@@ -53,7 +53,7 @@ WAYS = {
     "rows at once": {"--device_memory_gib"},
     "host devices": {"--host_memory_gib"},
 }
-QUICK = ("long row", "budgets", "host budget", "rows at once")
+QUICK = ("long row", "budgets", "host budget")
 
 
 def asked(capsys, words):

@@ -4,6 +4,7 @@ import itertools
 import os
 import pathlib
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -49,8 +50,8 @@ def run(script: str, folder: pathlib.Path) -> str:
 def folder(tmp_path_factory):
     """The names that the script has, with little behind them."""
     made = tmp_path_factory.mktemp("script")
-    command = [sys.executable, str(ROOT / "scripts" / "make" / "make_demo_folder.py"), str(made)]
-    subprocess.run(command, check=True, capture_output=True)
+    demo = runpy.run_path(str(ROOT / "scripts" / "make" / "make_demo_folder.py"))
+    demo["make_demo_folder"](made)
     (made / "model").rename(made / "Qwen3-0.6B")
     rows = (made / "train.jsonl").read_text().splitlines()[:20]
     (made / "chats.jsonl").write_text("\n".join(rows) + "\n")
