@@ -97,8 +97,8 @@ LONGEST_FILES = (
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    if config.getvalue("dist") != "loadfile":
-        return None
+    if config.getvalue("dist") != "loadfile" or config.getoption("--thorough"):
+        return None  # every point of one folder takes longer than all others together
     from workers import ByPrograms
 
     return ByPrograms(config, log)
