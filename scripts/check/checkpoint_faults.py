@@ -168,7 +168,9 @@ def killed_runs(
                 most = {"pwrite": 400, "fsync": 900, "preadv": 150, "ftruncate": 400}.get(call, 40)
                 process = runs.start(out, "kill", call, chance.randrange(most))
                 hit = process.wait(timeout=600) == -signal.SIGKILL
-            process.communicate()
+            said, _ = process.communicate()
+            if not hit and process.returncode:
+                raise SystemExit(f"a run in {out} failed ({process.returncode}):\n{said}")
             counts["kills" if hit else "missed"] += 1
             if hit:
                 counts["at_calls"][call] = counts["at_calls"].get(call, 0) + 1

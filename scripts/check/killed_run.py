@@ -75,11 +75,11 @@ def main() -> int:
             real: Callable[..., Any] = Trainer.step
             begun: list[bool] = []
 
-            def step(self: Trainer, *arguments: Any) -> Any:
+            def step(self: Trainer, *arguments: Any, **options: Any) -> Any:
                 if not begun:
                     begun.append(True)
                     break_call(fault, call, int(number))
-                return real(self, *arguments)
+                return real(self, *arguments, **options)
 
             # By name, since mypy forbids to assign to a method.
             setattr(Trainer, "step", step)  # noqa: B010
