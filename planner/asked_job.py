@@ -6,6 +6,7 @@ import argparse
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from slidedp_jax.models.config import ModelConfig, named_config
@@ -48,6 +49,11 @@ class AskedJob:
     trained: Mapping[str, tuple[int, ...]]
     optimizer: OptimizerName | None
 
+    @cached_property
+    def frozen(self) -> frozenset[str]:
+        """Names of the parameters that stay as they are."""
+        return frozenset(self.config.parameter_shapes().keys() - self.trained.keys())
+
     @property
     def num_trained(self) -> int:
         """Parameters that are not frozen."""
@@ -78,12 +84,12 @@ class AskedJob:
         hardware = with_update_flops(
             hardware,
             update_flops(optimizer, self.trained),
-            num_parameters=self.config.num_parameters,
+            num_parameters=self.num_trained,
             optimizer_state_bytes=state_bytes,
         )
-        in_part = optimizer in WHOLE_PARAMETER_OPTIMIZERS or bool(args.freeze)
+        whole = optimizer in WHOLE_PARAMETER_OPTIMIZERS
         return plan(
-            Workload.from_config(self.config, name=self.name),
+            Workload.from_config(self.config, name=self.name, frozen=self.frozen),
             _batch(num_rows, args.tokens_per_step, args.seq_length, args.document_length),
             hardware,
             update_policy="deferred" if args.max_grad_norm else "eager",
@@ -96,11 +102,11 @@ class AskedJob:
             ),
             keep_activations=None if free else args.keep_activations,
             # As in training.
-            resident_state=False if in_part else None if free else args.resident_state,
+            resident_state=False if whole else None if free else args.resident_state,
         )
 
     def state_bytes(self, optimizer: OptimizerName | None) -> float:
-        """Optimizer state per parameter of the model, frozen ones included, in bytes."""
+        """Optimizer state per trained parameter, in bytes."""
         trained = self.num_trained
         if optimizer is None:
             total = self.args.optimizer_state_bytes * trained
@@ -108,7 +114,7 @@ class AskedJob:
             total = state_bytes(optimizer, self.trained)
         if self.args.ema_decay is not None:
             total += AVERAGE_BYTES * trained
-        return float(total / self.config.num_parameters)
+        return float(total / trained)
 
     def notes(self) -> list[str]:
         """What is to be said of its forecast on any machine."""
@@ -116,9 +122,7 @@ class AskedJob:
         if frozen := len(self.config.parameter_shapes()) - len(self.trained):
             found.append(
                 f"{counted(frozen, 'parameter array')} frozen, {short_count(self.num_trained)} of "
-                f"{short_count(self.config.num_parameters)} parameters trained; time and gradients "
-                "are predicted as if all were, and no training state stays on the GPUs "
-                "(--resident_state is not for --freeze)"
+                f"{short_count(self.config.num_parameters)} parameters trained"
             )
         if (of_update := whole_update_note(self.optimizer)) is not None:
             found.append(of_update)
@@ -128,7 +132,7 @@ class AskedJob:
         """The room that the run's folder takes."""
         return disk_use(
             self.config.num_parameters,
-            self.state_bytes(self.optimizer),
+            self.state_bytes(self.optimizer) * self.num_trained / self.config.num_parameters,
             save_total_limit=self.args.save_total_limit,
             export_dtype=self.args.export_dtype,
             averaged=self.args.ema_decay is not None,
@@ -151,12 +155,8 @@ def asked_job(args: argparse.Namespace) -> AskedJob:
         optimizer = optimizer or "adamw"
     elif not 0 <= args.optimizer_state_bytes < math.inf:
         raise ValueError(f"--optimizer_state_bytes is {args.optimizer_state_bytes}; 0 or more.")
-    for reason in (
-        optimizer in WHOLE_PARAMETER_OPTIMIZERS and f"--optim {optimizer}",
-        bool(args.freeze) and "--freeze",
-    ):
-        if reason and args.resident_state:
-            raise ValueError(f"--resident_state is not for {reason}; drop one of them.")
+    if optimizer in WHOLE_PARAMETER_OPTIMIZERS and args.resident_state:
+        raise ValueError(f"--resident_state is not for --optim {optimizer}; drop one of them.")
     _batch(None, args.tokens_per_step, args.seq_length, args.document_length)
     config, name = _model(args.model_name_or_path, args.preset)
     shapes = config.parameter_shapes()

@@ -25,6 +25,8 @@ class ChunkWork:
       stages: its stages in forward order.
       num_parameters: parameters.
       padded_parameters: elements of its flat arrays.
+      trained_parameters: parameters that are not frozen.
+      trained_padded: elements of the flat arrays of those.
     """
 
     name: str
@@ -32,6 +34,13 @@ class ChunkWork:
     stages: tuple[StageWork, ...]
     num_parameters: int
     padded_parameters: int
+    trained_parameters: int
+    trained_padded: int
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether not all of it is frozen."""
+        return self.trained_parameters > 0 or not self.num_parameters
 
     @cached_property
     def sums(self) -> LayerSums:
@@ -47,11 +56,13 @@ class Chunks:
       embed: the embedding chunk.
       layers: layer chunks, bottom first.
       head: the head chunk.
+      forward_only: lowest layer chunks in and below which nothing is trained.
     """
 
     embed: ChunkWork
     layers: tuple[ChunkWork, ...]
     head: ChunkWork
+    forward_only: int = 0
 
     @cached_property
     def all(self) -> tuple[ChunkWork, ...]:
@@ -67,6 +78,11 @@ class Chunks:
     def largest_layer(self) -> ChunkWork:
         """The layer chunk with the largest arrays."""
         return max(self.layers, key=lambda chunk: chunk.padded_parameters)
+
+    @cached_property
+    def most_trained(self) -> ChunkWork:
+        """The layer chunk with the largest gradient."""
+        return max(self.layers, key=lambda chunk: chunk.trained_padded)
 
     @cached_property
     def kinds(self) -> tuple[ChunkWork, ...]:
@@ -138,16 +154,24 @@ def chunk_stages(
 
     def chunk(name: str, stages: tuple[StageWork, ...], row_size: int = 1) -> ChunkWork:
         num_groups = max(len(stage.group_parameters) for stage in stages)
+        frozen = sum(stage.frozen_parameters for stage in stages)
         groups = [
             sum(stage.group_parameters[i] for stage in stages if i < len(stage.group_parameters))
             for i in range(num_groups)
         ]
+        # Frozen parameters are flat arrays of their own.
+        trained, kept = (
+            padded_size(sizes, block_size, num_host_devices, row_size)
+            for sizes in (groups, [frozen])
+        )
         return ChunkWork(
             name=name,
             kind=kinds.setdefault(stages, len(kinds)),
             stages=stages,
-            num_parameters=sum(groups),
-            padded_parameters=padded_size(groups, block_size, num_host_devices, row_size),
+            num_parameters=sum(groups) + frozen,
+            padded_parameters=trained + kept,
+            trained_parameters=sum(groups),
+            trained_padded=trained,
         )
 
     layers = workload.layers
@@ -163,4 +187,19 @@ def chunk_stages(
             for start in starts
         ),
         head=chunk("head", (workload.head,), 1 if workload.tied else row_size),
+        forward_only=num_layer_chunks(workload, layers_per_chunk)
+        - backward_chunks(workload, layers_per_chunk),
     )
+
+
+def num_layer_chunks(workload: Workload, layers_per_chunk: int) -> int:
+    """Layer chunks of a model."""
+    return -(-len(workload.layers) // layers_per_chunk)
+
+
+def backward_chunks(workload: Workload, layers_per_chunk: int) -> int:
+    """Layer chunks that run backward: those in or below which something is trained."""
+    forward_only = workload.forward_only_layers
+    if forward_only == len(workload.layers):
+        return 0
+    return num_layer_chunks(workload, layers_per_chunk) - forward_only // layers_per_chunk

@@ -124,8 +124,7 @@ def add_job(job: argparse._ArgumentGroup) -> None:
         nargs="+",
         default=[],
         metavar="PATTERN",
-        help="names that are not trained, as in training: no optimizer state is kept for them; "
-        "time is predicted as if they were trained",
+        help="names that are not trained, as in training: no gradient, no state, no update",
     )
     job.add_argument(
         "--ema_decay", type=float, help="keep a moving average: 4 bytes per trained parameter more"

@@ -213,7 +213,7 @@ def _planned_own(sizes: DeviceSizes, packed: float, program: ProgramMemory) -> f
         # Its input after the norm too: the list has weights in its stead that are free by then.
         return sizes.logits + sizes.head_gradient + 2 * x - given
     workspace = max(sizes.per_microbatch("backward_workspace_elements"), packed)
-    given = 4.0 * sizes.largest_layer.num_parameters if program.adds else 0.0
+    given = 4.0 * sizes.chunks.most_trained.trained_parameters if program.adds else 0.0
     summed = 0.0
     if program.sums_above:
         above = sizes.chunks.all[max(program.chunks) + 2]
@@ -221,7 +221,7 @@ def _planned_own(sizes: DeviceSizes, packed: float, program: ProgramMemory) -> f
     return (
         sizes.residuals_of(max(program.chunks))
         + workspace
-        + sizes.gradient(sizes.largest_layer)
+        + sizes.gradient(sizes.chunks.most_trained)
         + x
         + summed
         - given

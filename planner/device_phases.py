@@ -11,7 +11,7 @@ from slidedp_jax.planner.chunking import Chunks
 from slidedp_jax.planner.device_sizes import DeviceSizes
 from slidedp_jax.planner.hardware import HardwareProfile
 from slidedp_jax.planner.strategy import GRADIENTS_IN_FLIGHT, Strategy
-from slidedp_jax.planner.training_state import MASTER_BYTES, resident_parameters
+from slidedp_jax.planner.training_state import state_bytes
 from slidedp_jax.planner.workload import BatchShape, Workload
 
 FRAGMENTATION = 0.02
@@ -54,8 +54,8 @@ def resident_state_bytes(
     chunks: Chunks, strategy: Strategy, hardware: HardwareProfile, optimizer_state_bytes: float
 ) -> float:
     """Training state on one device, in every phase."""
-    resident = resident_parameters(chunks, strategy)
-    return (MASTER_BYTES + optimizer_state_bytes) * resident / hardware.total_devices
+    resident = state_bytes(chunks.all[: strategy.resident_chunks], optimizer_state_bytes)
+    return resident / hardware.total_devices
 
 
 BACKWARD_PHASES = ("backward", "recompute", "first_backward")
@@ -90,6 +90,7 @@ def device_phases(
     - `backward`: the last layer chunk runs backward; nothing has been freed yet, and several
       devices sum the head's gradient (in general, that of the chunk above) meanwhile.
     - `recompute`: the same of the first chunk below those that are kept.
+    - `first_backward`, `embedding_backward`: below what is trained nothing runs backward.
     - `pack`: that chunk's gradient is packed, summed over devices in fp32 and rounded.
     - `first_backward`: the first layer chunk runs backward, beside gradients of resident chunks.
     - `embedding_backward`: the embedding's gradient (always fp32), the other gradients leaving.
@@ -98,11 +99,10 @@ def device_phases(
     phases = {**_forward_phases(sizes), **_backward_phases(sizes)}
     if strategy.resident_chunks:
         # They wait from backward to the next step's start, where all of them are used up.
-        first, last = phases["first_backward"], phases["embedding_backward"]
-        above = chunks.all[1 : strategy.resident_chunks]
-        first["resident_gradients"] = last["resident_gradients"] = sum(map(sizes.share, above))
-        waiting = sizes.share(chunks.embed) + last["resident_gradients"]
-        phases["embedding"]["resident_gradients"] = waiting
+        above = sum(map(sizes.share, chunks.all[1 : strategy.resident_chunks]))
+        for name in {"first_backward", "embedding_backward"} & {*phases}:
+            phases[name]["resident_gradients"] = above
+        phases["embedding"]["resident_gradients"] = sizes.share(chunks.embed) + above
     return phases
 
 
@@ -144,13 +144,16 @@ def _forward_phases(sizes: DeviceSizes) -> dict[str, dict[str, float]]:
 def _backward_phases(sizes: DeviceSizes) -> dict[str, dict[str, float]]:
     """After the loss."""
     chunks, inputs = sizes.chunks, sizes.inputs
-    embedding_sum = {"embedding_gradient_sum": 4.0 * chunks.embed.num_parameters}
+    first = chunks.forward_only
+    if first == len(chunks.layers):
+        return {}
+    embedding_sum = {"embedding_gradient_sum": 4.0 * chunks.embed.trained_parameters}
     tied_gradient = embedding_sum if sizes.tied else {}
-    layer_wire = sizes.wire(sizes.largest_layer)
+    layer_wire = sizes.wire(chunks.most_trained)
     others = GRADIENTS_IN_FLIGHT - 1  # while one more is computed
     layers_leaving = others * layer_wire
     leaving = others * max(layer_wire, 0.0 if sizes.tied else sizes.head_wire)
-    summed_layer = sizes.summed_beside(sizes.largest_layer)
+    summed_layer = sizes.summed_beside(chunks.most_trained)
     head_travels_alone = sizes.tied or sizes.slices_head
     summed = max(summed_layer, 0.0 if head_travels_alone else sizes.summed_beside(chunks.head))
     phases = {
@@ -159,7 +162,7 @@ def _backward_phases(sizes: DeviceSizes) -> dict[str, dict[str, float]]:
             "boundary_activations": (inputs + 1) * sizes.boundary + sizes.boundary_microbatch,
             "recompute_residuals": sizes.residuals_of(len(chunks.layers) - 1),
             "layer_workspace": sizes.per_microbatch("backward_workspace_elements"),
-            "layer_gradients": sizes.gradient(sizes.largest_layer) + leaving + summed,
+            "layer_gradients": sizes.gradient(chunks.most_trained) + leaving + summed,
             **tied_gradient,
             **sizes.kept,
             **sizes.attention,
@@ -169,7 +172,7 @@ def _backward_phases(sizes: DeviceSizes) -> dict[str, dict[str, float]]:
         "pack": {
             "layer_weights": sizes.window,
             "boundary_activations": (inputs + 1) * sizes.boundary,
-            "layer_gradients": sizes.packing(sizes.largest_layer) + layer_wire + leaving,
+            "layer_gradients": sizes.packing(chunks.most_trained) + layer_wire + leaving,
             **tied_gradient,
             **sizes.kept,
             **sizes.attention,
@@ -179,13 +182,13 @@ def _backward_phases(sizes: DeviceSizes) -> dict[str, dict[str, float]]:
         "first_backward": {
             "layer_weights": sizes.window,
             "boundary_activations": 2 * sizes.boundary + sizes.boundary_microbatch,
-            "recompute_residuals": sizes.residuals_of(0),
+            "recompute_residuals": sizes.residuals_of(first),
             "layer_workspace": sizes.per_microbatch("backward_workspace_elements"),
-            "layer_gradients": sizes.gradient(sizes.largest_layer) + layers_leaving + summed_layer,
+            "layer_gradients": sizes.gradient(chunks.most_trained) + layers_leaving + summed_layer,
             **tied_gradient,
             **sizes.kept_of_first,
             **sizes.attention_of_first,
-            **sizes.decided(1),
+            **sizes.decided(first + 1),
             "batch_arrays": sizes.batch_arrays,
         },
         "embedding_backward": {
@@ -197,15 +200,17 @@ def _backward_phases(sizes: DeviceSizes) -> dict[str, dict[str, float]]:
             "batch_arrays": sizes.batch_arrays,
         },
     }
+    if not chunks.embed.is_trained:
+        del phases["embedding_backward"]
     below = len(chunks.layers) - sizes.num_kept
-    if sizes.num_kept and below:
+    if sizes.num_kept and below > first:
         phases["recompute"] = {
             "layer_weights": sizes.window,
             "boundary_activations": (sizes.inputs_below(below) + 1) * sizes.boundary
             + sizes.boundary_microbatch,
             "recompute_residuals": sizes.residuals_of(below - 1),
             "layer_workspace": sizes.per_microbatch("backward_workspace_elements"),
-            "layer_gradients": sizes.gradient(sizes.largest_layer) + layers_leaving + summed_layer,
+            "layer_gradients": sizes.gradient(chunks.most_trained) + layers_leaving + summed_layer,
             **tied_gradient,
             **sizes.attention,
             **sizes.decided(below),

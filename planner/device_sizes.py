@@ -61,8 +61,8 @@ class DeviceSizes:
         self.window = self.prefetched + SLOTS_BESIDE_PREFETCH * self.weights(self.largest_layer)
 
     def inputs_below(self, num_chunks: int) -> int:
-        """Inputs of so many of the lowest layer chunks that are on a device."""
-        return self._strategy.boundaries_on_device(num_chunks)
+        """Inputs of so many of the lowest layer chunks that are on a device for backward."""
+        return self._strategy.boundaries_on_device(max(0, num_chunks - self.chunks.forward_only))
 
     def weights(self, chunk: ChunkWork) -> float:
         """Weights of a chunk in the compute dtype."""
@@ -70,18 +70,18 @@ class DeviceSizes:
 
     def wire(self, chunk: ChunkWork) -> float:
         """One device's part of a gradient on its way to the host."""
-        whole = float(self._strategy.gradient_bytes * chunk.padded_parameters)
+        whole = float(self._strategy.gradient_bytes * chunk.trained_padded)
         return whole / self._num_devices if self._scatters else whole
 
     def share(self, chunk: ChunkWork) -> float:
         """One device's share of a summed gradient."""
-        return float(self._strategy.gradient_bytes * chunk.padded_parameters) / self._num_devices
+        return float(self._strategy.gradient_bytes * chunk.trained_padded) / self._num_devices
 
     def gradient(self, chunk: ChunkWork) -> float:
         """A gradient as it comes out of the backward pass, and the fp32 sum over microbatches."""
         compute = self._strategy.compute_bytes
         per_parameter = compute if self._strategy.num_microbatches == 1 else compute + 4
-        return float(per_parameter * chunk.num_parameters)
+        return float(per_parameter * chunk.trained_parameters)
 
     @property
     def _accumulated_bytes(self) -> int:
@@ -89,13 +89,13 @@ class DeviceSizes:
 
     def accumulated(self, chunk: ChunkWork) -> float:
         """A gradient of all microbatches as trees."""
-        return float(self._accumulated_bytes * chunk.num_parameters)
+        return float(self._accumulated_bytes * chunk.trained_parameters)
 
     def packing(self, chunk: ChunkWork) -> float:
         """A gradient as trees, packed, and in fp32 where the devices sum it."""
         flat = self._accumulated_bytes
         widened = 4 if self._scatters and self._num_devices > 1 and flat < 4 else 0
-        return self.accumulated(chunk) + float((flat + widened) * chunk.padded_parameters)
+        return self.accumulated(chunk) + float((flat + widened) * chunk.trained_padded)
 
     def summed_beside(self, chunk: ChunkWork) -> float:
         """The same of a chunk whose gradient is summed while the one below runs backward."""
@@ -112,7 +112,7 @@ class DeviceSizes:
     @cached_property
     def num_kept(self) -> int:
         """Layer chunks whose results are kept."""
-        return min(self._strategy.kept_chunks, len(self.chunks.layers))
+        return min(self._strategy.kept_chunks, len(self.chunks.layers) - self.chunks.forward_only)
 
     def residuals_of(self, index: int) -> float:
         """What backward of a layer chunk makes anew of a microbatch; if kept, what is not kept."""
@@ -143,7 +143,7 @@ class DeviceSizes:
     @cached_property
     def kept(self) -> dict[str, float]:
         """Weights and results of the kept chunks, all microbatches; those of the last one too."""
-        if not self._strategy.kept_chunks:
+        if not self.num_kept:
             return {}
         below = len(self.chunks.layers) - self.num_kept
         return {"kept_chunks": self._kept(self._between(below, len(self.chunks.layers)))}
@@ -151,15 +151,16 @@ class DeviceSizes:
     @cached_property
     def attention(self) -> dict[str, float]:
         """Attention's results of the chunks below those that keep them, all microbatches."""
-        end = max(0, len(self.chunks.layers) - self._strategy.kept_chunks)
-        return self._attention(max(0, end - self._strategy.attention_chunks), end)
+        end, least = len(self.chunks.layers) - self.num_kept, self.chunks.forward_only
+        return self._attention(max(least, end - self._strategy.attention_chunks), end)
 
     @cached_property
     def attention_of_first(self) -> dict[str, float]:
         """Those of the first layer chunk."""
-        end = len(self.chunks.layers) - self._strategy.kept_chunks
-        reaches = 0 < end <= self._strategy.attention_chunks
-        return self._attention(0, 1 if reaches else 0)
+        first = self.chunks.forward_only
+        others = len(self.chunks.layers) - self.num_kept - first
+        reaches = 0 < others <= self._strategy.attention_chunks
+        return self._attention(first, first + 1 if reaches else first)
 
     def _attention(self, start: int, end: int) -> dict[str, float]:
         if start == end:
@@ -174,9 +175,10 @@ class DeviceSizes:
     @cached_property
     def kept_of_first(self) -> dict[str, float]:
         """Those of the first layer chunk."""
-        if self._strategy.kept_chunks < len(self.chunks.layers):
+        first = self.chunks.forward_only
+        if not self.num_kept or first + self.num_kept < len(self.chunks.layers):
             return {}
-        return {"kept_chunks": self._kept(self._between(0, 1))}
+        return {"kept_chunks": self._kept(self._between(first, first + 1))}
 
     def _between(self, start: int, end: int) -> LayerSums:
         return self.chunks.sums_below[end] - self.chunks.sums_below[start]
@@ -199,7 +201,8 @@ class DeviceSizes:
 
     def decided(self, num_chunks: int) -> dict[str, float]:
         """What backward of the lowest layer chunks must be given, of all microbatches."""
-        elements = self.chunks.sums_below[num_chunks].decided_elements
+        first = min(self.chunks.forward_only, num_chunks)
+        elements = self._between(first, num_chunks).decided_elements
         if not elements:
             return {}
         tokens = self._tokens * self._strategy.num_microbatches
@@ -238,7 +241,7 @@ class DeviceSizes:
         """Of the embedding, packed and rounded; of a tied one in slices, one of them."""
         embed, count = self.chunks.embed, self._strategy.vocab_slices if self.tied else 1
         in_flight = 1 if count == 1 else GRADIENTS_IN_FLIGHT
-        return (4.0 * embed.padded_parameters + in_flight * self.wire(embed)) / count
+        return (4.0 * embed.trained_padded + in_flight * self.wire(embed)) / count
 
     @property
     def logits(self) -> float:
@@ -259,7 +262,7 @@ class DeviceSizes:
             return 2 * self.head_sum
         if self.tied:
             return self.head_sum
-        result = float(self._strategy.compute_bytes * self.chunks.head.num_parameters)
+        result = float(self._strategy.compute_bytes * self.chunks.head.trained_parameters)
         shared = self._narrow_logits if self._narrow_logits <= result else 0.0
         return self.head_sum + result - shared
 
@@ -267,7 +270,7 @@ class DeviceSizes:
     def head_sum(self) -> float:
         """fp32 gradient of the matrix that makes the logits, and of what is with it."""
         owner = self.chunks.embed if self.tied else self.chunks.head
-        return 4.0 * owner.num_parameters
+        return 4.0 * owner.trained_parameters
 
     @property
     def _loss_elements(self) -> float:

@@ -3,12 +3,15 @@
 Compute is a roofline: matrix products at their rate or at the rate of reading their weights,
 attention at its own rate, element-wise programs at the rate of device memory. The backward pass
 recomputes the forward one (but for the chunk's last product, which no gradient needs), then does
-two products per product and five attention products for two (FlashAttention-2, Dao 2023).
+two products per product and five attention products for two (FlashAttention-2, Dao 2023). Of frozen
+weights there is no gradient, so one product per product; and below the lowest trained parameter
+nothing runs backward at all.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from slidedp_jax.planner import sliced_head
 from slidedp_jax.planner.chunking import Chunks, ChunkWork, chunk_stages
@@ -46,10 +49,12 @@ class ChunkDurations:
       download_bytes: of that copy, one device.
       update_s: host update.
       update_bytes: traffic of the host update in host memory.
-      stays: whether the weights lie on the device from forward to backward.
+      stays: whether the weights lie on the device from forward to backward, or it has none.
       boundary_s: one copy of the chunk's input off each device, or back; 0 if it stays.
       boundary_bytes: of that copy, one device.
       network_bytes: what gathers and sums bring into each host from the others.
+      goes_back: whether it runs backward.
+      trained: whether any of its parameters has a gradient, so that it is updated.
     """
 
     forward_s: float
@@ -65,6 +70,8 @@ class ChunkDurations:
     boundary_s: float = 0.0
     boundary_bytes: float = 0.0
     network_bytes: float = 0.0
+    goes_back: bool = True
+    trained: bool = True
 
 
 def chunk_durations(
@@ -92,8 +99,9 @@ def chunk_durations(
         strategy.vocab_slices,
     )
     costs = _Costs(workload, chunks, batch, strategy, hardware, optimizer_state_bytes)
-    first_kept = len(chunks.layers) - strategy.kept_chunks
-    first_attention = first_kept - strategy.attention_chunks
+    lowest = chunks.forward_only
+    first_kept = max(lowest, len(chunks.layers) - strategy.kept_chunks)
+    first_attention = max(lowest, first_kept - strategy.attention_chunks)
     resident = strategy.resident_chunks
     layers = [
         costs.layers(
@@ -102,13 +110,25 @@ def chunk_durations(
             attention=first_attention <= index < first_kept,
             last=chunk is chunks.layers[-1],
             resident=index + 1 < resident,
+            place=_place(chunks, index),
         )
         for index, chunk in enumerate(chunks.layers)
     ]
-    for index in range(min(strategy.host_boundaries, len(layers))):
+    for index in range(lowest, min(lowest + strategy.host_boundaries, len(layers))):
         layers[index] = costs.with_boundary(layers[index])
     embedding = replace(costs.embedding(resident=resident > 0), stays=True)
     return (embedding, *layers, costs.head(resident=resident > len(layers) + 1))
+
+
+Place = Literal["below", "lowest", "above"]
+"""Of a layer chunk: below all that is trained, the lowest that runs backward, or above that."""
+
+
+def _place(chunks: Chunks, index: int) -> Place:
+    if index < chunks.forward_only:
+        return "below"
+    lowest = index == chunks.forward_only and not chunks.embed.is_trained
+    return "lowest" if lowest else "above"
 
 
 class _Costs:
@@ -134,41 +154,76 @@ class _Costs:
         slower = self._matmul_rate / hardware.bf16_matmul_flops_per_s
         self._attention_rate = hardware.attention_flops_per_s * min(1.0, slower)
         self._by_stage: dict[int, tuple[float, float, float, float]] = {}
-        self._by_kind: dict[tuple[int, bool, bool, bool, bool], ChunkDurations] = {}
+        self._by_kind: dict[tuple[int, bool, bool, bool, bool, Place], ChunkDurations] = {}
 
     def embedding(self, *, resident: bool) -> ChunkDurations:
-        """Lookup forward, scatter-add backward."""
+        """Lookup forward, scatter-add backward unless it is frozen."""
         chunk = self._chunks.embed
         stage = self._workload.embed
         lookup_s = self._elementwise_s(stage.elementwise_elements * self._tokens)
         scatter_s = ELEMENTWISE_BACKWARD * lookup_s + self._memory_s(4.0 * chunk.num_parameters)
         num = self._strategy.num_microbatches
-        return self._durations(chunk, num * lookup_s, num * scatter_s, 0.0, resident=resident)
+        return self._durations(
+            chunk,
+            num * lookup_s,
+            num * scatter_s,
+            0.0,
+            resident=resident,
+            goes_back=chunk.is_trained,
+        )
 
     def layers(
-        self, chunk: ChunkWork, *, kept: bool, attention: bool, last: bool, resident: bool
+        self,
+        chunk: ChunkWork,
+        *,
+        kept: bool,
+        attention: bool,
+        last: bool,
+        resident: bool,
+        place: Place,
     ) -> ChunkDurations:
         """All layers of a chunk; one that is kept recomputes only its element-wise programs.
 
         One that keeps attention's results recomputes all else. The weights of the last chunk stay
         for its backward, which comes next, in any case.
         """
-        key = chunk.kind, kept, attention, last, resident
+        key = chunk.kind, kept, attention, last, resident, place
         if key not in self._by_kind:
             self._by_kind[key] = self._layers(
-                chunk, kept=kept, attention=attention, stays=kept or last, resident=resident
+                chunk,
+                kept=kept,
+                attention=attention,
+                stays=kept or last,
+                resident=resident,
+                place=place,
             )
         return self._by_kind[key]
 
     def _layers(
-        self, chunk: ChunkWork, *, kept: bool, attention: bool, stays: bool, resident: bool
+        self,
+        chunk: ChunkWork,
+        *,
+        kept: bool,
+        attention: bool,
+        stays: bool,
+        resident: bool,
+        place: Place,
     ) -> ChunkDurations:
         forward_s = backward_s = forward_flops = backward_flops = 0.0
+        trained_yet = place == "above"
         for stage in chunk.stages:
+            first = not trained_yet and stage.is_trained
+            trained_yet = trained_yet or first
             found = self._by_stage.get(id(stage))
             if found is None:
                 found = self._by_stage[id(stage)] = self._layer(stage)
             stage_forward_s, stage_backward_s, flops, stage_backward_flops = found
+            if not trained_yet:  # recomputed with the others, if at all
+                stage_backward_s = stage_backward_flops = 0.0
+            elif first:  # no gradient by the input
+                spared = matmul_forward_flops(self._tokens, stage.before_attention_parameters)
+                stage_backward_s -= spared / self._matmul_rate
+                stage_backward_flops -= spared
             again_s = self._elementwise_s(stage.elementwise_elements * self._tokens)
             forward_s += stage_forward_s
             again_flops = flops
@@ -196,10 +251,16 @@ class _Costs:
         num = self._strategy.num_microbatches
         flops = num * (forward_flops + backward_flops - spared)
         times = num * forward_s, num * backward_s
-        return self._durations(chunk, *times, flops, stays=stays, resident=resident)
+        if place == "below":
+            flops = num * forward_flops
+        return self._durations(
+            chunk, *times, flops, stays=stays, resident=resident, goes_back=place != "below"
+        )
 
     def head(self, *, resident: bool) -> ChunkDurations:
         """Final norm, logits and loss, forward and backward in one: three products (no recompute).
+
+        Two where the projection is frozen, or where nothing below is trained.
 
         The gradient of the projection is summed over loss chunks in fp32, so small loss chunks cost
         memory traffic.
@@ -207,13 +268,15 @@ class _Costs:
         stage, workload, tokens = self._workload.head, self._workload, self._tokens
         if self._strategy.vocab_slices > 1:
             return self._sliced_head(resident=resident)
-        flops = 3.0 * matmul_forward_flops(tokens, stage.matmul_parameters)
+        trained = workload.projection_is_trained
+        products = 1 + trained + workload.head_needs_dx
+        flops = products * matmul_forward_flops(tokens, stage.matmul_parameters)
         at_once = workload.loss_tokens(self._strategy.loss_chunk_tokens, tokens)
         loss_chunks = -(-tokens // at_once)
         seconds = (
             flops / self._matmul_rate
             + self._memory_s(4.0 * LOGITS_PASSES * tokens * workload.vocab_size)
-            + self._memory_s(float(SUM_BYTES * loss_chunks * stage.matmul_parameters))
+            + self._memory_s(float(SUM_BYTES * loss_chunks * stage.matmul_parameters * trained))
             + (1 + ELEMENTWISE_BACKWARD) * self._elementwise_s(stage.elementwise_elements * tokens)
             + self._accumulate_s(self._chunks.embed if workload.tied else self._chunks.head)
         )
@@ -263,19 +326,27 @@ class _Costs:
 
     def _layer(self, stage: StageWork) -> tuple[float, float, float, float]:
         """Seconds and operations of forward and of backward without recompute, one microbatch."""
-        matmul = matmul_forward_flops(self._tokens, stage.matmul_parameters)
-        read = stage.matmul_parameters + stage.unvisited_parameters
-        read_s = self._memory_s(float(self._strategy.compute_bytes * read))
-        grouped = matmul_forward_flops(self._tokens, stage.grouped_parameters)
-        grouped_s = grouped / (self._matmul_rate * self._hardware.grouped_matmul_share)
-        matmul_s = max((matmul - grouped) / self._matmul_rate + grouped_s, read_s)
+        matmul_s, matmul = self._products(
+            stage.matmul_parameters, stage.grouped_parameters, stage.unvisited_parameters
+        )
+        gradient_s, gradient = matmul_s, matmul  # of the weights
+        if stage.frozen_matmul_parameters:
+            grouped = stage.grouped_parameters - stage.frozen_grouped_parameters
+            gradient_s, gradient = self._products(
+                stage.matmul_parameters - stage.frozen_matmul_parameters,
+                grouped,
+                stage.unvisited_parameters if grouped else 0,
+            )
         attention, attention_s = self._attention_flops(stage), self._attention_s(stage)
         elementwise_s = self._elementwise_s(stage.elementwise_elements * self._tokens)
         return (
             matmul_s + attention_s + elementwise_s,
-            2 * matmul_s + ATTENTION_BACKWARD * attention_s + ELEMENTWISE_BACKWARD * elementwise_s,
+            matmul_s
+            + gradient_s
+            + ATTENTION_BACKWARD * attention_s
+            + ELEMENTWISE_BACKWARD * elementwise_s,
             matmul + attention,
-            2 * matmul + ATTENTION_BACKWARD * attention,
+            matmul + gradient + ATTENTION_BACKWARD * attention,
         )
 
     def _attention_flops(self, stage: StageWork) -> float:
@@ -284,6 +355,14 @@ class _Costs:
     def _attention_s(self, stage: StageWork) -> float:
         rows = self._strategy.rows_per_microbatch
         return rows * stage.attention_s(self._batch, self._attention_rate)
+
+    def _products(self, parameters: int, grouped: int, unvisited: int) -> tuple[float, float]:
+        """Seconds and operations of products with so many weights, or of their gradients."""
+        flops = matmul_forward_flops(self._tokens, parameters)
+        by_expert = matmul_forward_flops(self._tokens, grouped)
+        slower_s = by_expert / (self._matmul_rate * self._hardware.grouped_matmul_share)
+        read_s = self._memory_s(float(self._strategy.compute_bytes * (parameters + unvisited)))
+        return max((flops - by_expert) / self._matmul_rate + slower_s, read_s), flops
 
     def _memory_s(self, num_bytes: float) -> float:
         return num_bytes / self._hardware.device_memory_bytes_per_s
@@ -295,7 +374,7 @@ class _Costs:
         """Adding one microbatch's gradient to the fp32 sum; nothing when there is only one."""
         if self._strategy.num_microbatches == 1:
             return 0.0
-        return self._memory_s(float(SUM_BYTES * chunk.num_parameters))
+        return self._memory_s(float(SUM_BYTES * chunk.trained_parameters))
 
     def _durations(
         self,
@@ -306,6 +385,7 @@ class _Costs:
         *,
         resident: bool,
         stays: bool = False,
+        goes_back: bool = True,
     ) -> ChunkDurations:
         """Adds what depends on the chunk's size only: unpacking, collectives, copies, update.
 
@@ -313,12 +393,13 @@ class _Costs:
         the head's before its only visit.
         """
         strategy, hardware = self._strategy, self._hardware
-        size = float(chunk.padded_parameters)
+        size, trained = float(chunk.padded_parameters), float(chunk.trained_padded)
         unpack_s, upload_bytes, pieces = self._upload(size)
         of_embedding = chunk is self._chunks.embed
-        summed = gradient_sum(size, strategy, hardware, in_fp32=of_embedding)
-        pack_s, download_bytes, summands = self._download(size, summed.seconds)
+        summed = gradient_sum(trained, strategy, hardware, in_fp32=of_embedding)
+        pack_s, download_bytes, summands = self._download(trained, summed.seconds)
         is_head = chunk is self._chunks.head
+        stays = stays or not goes_back
         reuses_weights = stays or of_embedding
         gathers = 1 if is_head or reuses_weights else 2
         network = gathers * gather(size, strategy, hardware).network_bytes + summed.network_bytes
@@ -328,19 +409,22 @@ class _Costs:
             dispatch_s += pieces * self._upload_call_s()
         state_bytes = MASTER_BYTES + self._optimizer_state_bytes
         adamw_bytes = 2.0 * (MASTER_BYTES + ADAMW_STATE_BYTES) + 2.0
-        update_bytes = size * (2.0 * state_bytes + summands * strategy.gradient_bytes)
+        update_bytes = trained * (2.0 * state_bytes + summands * strategy.gradient_bytes)
         own_bytes = update_bytes / hardware.num_hosts
         backward_s += pack_s + (0.0 if reuses_weights else unpack_s)
         forward_s = 0.0 if is_head else max(forward_s + unpack_s, dispatch_s)
         backward_s = max(backward_s, hardware.visit_dispatch_s if reuses_weights else dispatch_s)
+        if not goes_back:
+            backward_s = 0.0
+        of_chunk = {"stays": stays, "goes_back": goes_back, "trained": chunk.is_trained}
         if resident:
             update_s = update_bytes / hardware.total_devices / hardware.device_memory_bytes_per_s
             return ChunkDurations(
                 forward_s=forward_s + (0.0 if is_head else update_s),
                 backward_s=backward_s + (update_s if is_head else 0.0),
                 executed_flops=flops,
-                stays=stays,
                 network_bytes=network,
+                **of_chunk,
             )
         return ChunkDurations(
             forward_s=forward_s,
@@ -353,8 +437,8 @@ class _Costs:
             # Bound by memory traffic: other optimizers and more summands scale with their bytes.
             update_s=own_bytes / (adamw_bytes * hardware.host_update_params_per_s),
             update_bytes=own_bytes,
-            stays=stays,
             network_bytes=network,
+            **of_chunk,
         )
 
     def _upload(self, size: float) -> tuple[float, float, int]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from slidedp_jax.planner.bisection import smallest
+from slidedp_jax.planner.chunking import backward_chunks
 from slidedp_jax.planner.device_phases import FRAGMENTATION
 from slidedp_jax.planner.job import Job
 from slidedp_jax.planner.strategy import BOUNDARIES_IN_FLIGHT, Strategy
@@ -42,7 +43,7 @@ def with_all_on_host(job: Job, strategy: Strategy) -> Strategy:
     """The strategy with all inputs in host memory, where that is another than the devices'."""
     if job.hardware.unified_memory:
         return strategy
-    count = -(-len(job.workload.layers) // strategy.layers_per_chunk)
+    count = backward_chunks(job.workload, strategy.layers_per_chunk)
     return with_host_boundaries(job.workload, job.batch, strategy, count)
 
 
@@ -57,7 +58,7 @@ def fewest_on_host(job: Job, strategy: Strategy) -> Strategy | None:
     """
     if job.hardware.unified_memory:
         return None
-    most = -(-len(job.workload.layers) // strategy.layers_per_chunk)
+    most = backward_chunks(job.workload, strategy.layers_per_chunk)
 
     def option(count: int) -> Strategy:
         return with_host_boundaries(job.workload, job.batch, strategy, count)
@@ -80,7 +81,7 @@ def with_more_on_host(job: Job, strategy: Strategy) -> Iterator[Strategy]:
     taken = memory.device.get("boundary_activations", 0.0) / memory.device_bytes
     if job.hardware.unified_memory or taken < LARGE_BOUNDARIES:
         return
-    num_chunks = -(-len(job.workload.layers) // strategy.layers_per_chunk)
+    num_chunks = backward_chunks(job.workload, strategy.layers_per_chunk)
     for share in SHARES_TRIED:
         count = round(share * num_chunks)
         option = with_host_boundaries(job.workload, job.batch, strategy, count)

@@ -12,7 +12,7 @@ from slidedp_jax.planner.chunking import Chunks
 from slidedp_jax.planner.hardware import HardwareProfile
 from slidedp_jax.planner.pinned_pool import pool_regions, resident_copy_bytes
 from slidedp_jax.planner.strategy import GradientRoute, Strategy
-from slidedp_jax.planner.training_state import MASTER_BYTES, resident_parameters
+from slidedp_jax.planner.training_state import MASTER_BYTES, state_bytes
 from slidedp_jax.planner.workload import Workload
 
 SEVERAL_GPUS_BYTES = 0.87 * 2**15
@@ -55,33 +55,39 @@ def host_use(
     )
     if hardware.unified_memory:  # the CPU backend has no page-locked pool, and copies nothing
         copies, pool = 0.0, gradients + boundaries
-    own = chunks.padded_parameters - resident_parameters(chunks, strategy)
-    padded = own / hardware.num_hosts
-    passing = chunks.all[: strategy.resident_chunks]
-    largest, saved = _largest_stages(workload)
+    passing, own = (
+        chunks.all[: strategy.resident_chunks],
+        chunks.all[strategy.resident_chunks :],
+    )
+    masters = MASTER_BYTES * sum(chunk.padded_parameters for chunk in own) / hardware.num_hosts
+    state = optimizer_state_bytes * sum(chunk.trained_padded for chunk in own) / hardware.num_hosts
+    largest, saved = _largest_stages(workload, optimizer_state_bytes)
     read = 0.0
     if passing:  # a chunk is gathered from its stages and sent, while the next one begins
-        gathered = [chunk.padded_parameters for chunk in passing]
+        gathered = [state_bytes([chunk], optimizer_state_bytes) for chunk in passing]
         several = strategy.layers_per_chunk > 1
         read = largest + (largest_neighbours(gathered) if several else max(gathered))
     return {
-        "master_weights": float(MASTER_BYTES * padded),
-        "optimizer_state": float(optimizer_state_bytes * padded),
-        "state_in_passing": float((MASTER_BYTES + optimizer_state_bytes) * max(saved, read)),
+        "master_weights": float(masters),
+        "optimizer_state": float(state),
+        "state_in_passing": float(max(saved, read)),
         "waiting_gradients": gradients,
         **({"host_boundaries": boundaries} if boundaries else {}),
         **({"resident_copies": copies} if copies else {}),
         "pinned_pool_overhead": pool - gradients - boundaries - copies,
-        **_several_gpus(hardware, (MASTER_BYTES + optimizer_state_bytes) * padded),
+        **_several_gpus(hardware, masters + state),
         "runtime_reserve": hardware.host_reserve_bytes
         * (1 if hardware.unified_memory else hardware.num_devices),
     }, pool
 
 
 @lru_cache(maxsize=16)
-def _largest_stages(workload: Workload) -> tuple[int, float]:
-    """Parameters of the largest stage, and of the largest two neighbours."""
-    stages = [stage.num_parameters for stage in workload.stages]
+def _largest_stages(workload: Workload, optimizer_state_bytes: float) -> tuple[float, float]:
+    """Bytes of the state of the largest stage, and of the largest two neighbours."""
+    stages = [
+        MASTER_BYTES * stage.num_parameters + optimizer_state_bytes * stage.trained_parameters
+        for stage in workload.stages
+    ]
     return max(stages), largest_neighbours(stages)
 
 
@@ -102,8 +108,9 @@ def _pool(
     projection = sliced_head.projection_chunk(chunks, tied=tied)
     shards = num_devices if gradient_route == "reduce_scatter" else 1
     requests = [
-        gradient_bytes * chunk.padded_parameters / num_hosts / shards / slices
+        gradient_bytes * chunk.trained_padded / num_hosts / shards / slices
         for chunk in reversed(chunks.all[resident_chunks:])  # as backward sends them
+        if chunk.trained_padded
         for slices in [vocab_slices if chunk is projection else 1]
         for _ in range(num_devices * slices)  # each device's share of the sum, or all of its own
     ]

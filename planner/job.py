@@ -62,7 +62,7 @@ class Job:
       workload: the model.
       batch: rows of a step.
       hardware: the host and its devices.
-      optimizer_state_bytes: optimizer state per parameter in bytes.
+      optimizer_state_bytes: optimizer state per trained parameter in bytes.
       device_budget_bytes: what each device is allowed.
       host_budget_bytes: what the host is allowed.
       seen: answers for the same model, batch and machine.

@@ -7,10 +7,11 @@ them per token.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 
 from slidedp_jax.models.config import LayerKind, ModelConfig
-from slidedp_jax.planner.stage_work import StageWork, parameter_groups
+from slidedp_jax.planner.stage_work import Shape, StageWork, parameter_groups
 
 ROWS_PER_VISIT = 1.125
 """Rows that experts' groups take up, padding included (`models.expert_groups`)."""
@@ -83,6 +84,39 @@ def layer_work(config: ModelConfig, kind: LayerKind) -> StageWork:
         backward_workspace_elements=int(2 * hidden + max(ffn.backward, heads)),
         elementwise_elements=int(10 * hidden + 2 * after + 2 * before_norm + ffn.elementwise),
         last_matmul_parameters=0 if config.norms_after else ffn.last_product,
+    )
+
+
+def with_frozen(
+    stage: StageWork,
+    shapes: Mapping[str, Shape],
+    frozen: Collection[str],
+    *,
+    visits: float = 1.0,
+) -> StageWork:
+    """The same stage with some parameters left as they are.
+
+    Args:
+      stage: with all of them trained.
+      shapes: of its parameters.
+      frozen: names of those that are frozen; others than the stage's are ignored.
+      visits: share of the experts that a token visits.
+    """
+    kept = {name: shape for name, shape in shapes.items() if name in frozen}
+    if not kept:
+        return stage
+    experts = sum(math.prod(shape) for shape in kept.values() if len(shape) == 3)
+    matrices = sum(math.prod(shape) for shape in kept.values() if len(shape) == 2)
+    grouped = round(visits * experts)
+    in_products = matrices + grouped if stage.matmul_parameters else 0
+    return replace(
+        stage,
+        group_parameters=parameter_groups(
+            {name: shape for name, shape in shapes.items() if name not in frozen}
+        ),
+        frozen_parameters=sum(map(math.prod, kept.values())),
+        frozen_matmul_parameters=min(in_products, stage.matmul_parameters),
+        frozen_grouped_parameters=min(grouped, stage.grouped_parameters),
     )
 
 

@@ -57,6 +57,7 @@ def plan_as_dict(
         "model": {
             "name": job.workload.name,
             "num_parameters": job.workload.num_parameters,
+            "num_trained_parameters": job.workload.num_trained,
             "num_active_parameters": job.workload.num_active_parameters,
         },
         "batch": asdict(job.batch) | {"num_tokens": job.batch.num_tokens},

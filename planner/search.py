@@ -136,7 +136,7 @@ def plan(
       hardware: the hosts and their devices.
       update_policy: `deferred` with clipping by global norm, `eager` without.
       compute_dtype: dtype of forward and backward.
-      optimizer_state_bytes: optimizer state per parameter in bytes, AdamW's 8 by default.
+      optimizer_state_bytes: optimizer state per trained parameter in bytes, AdamW's 8 by default.
       device_budget_bytes: memory of each device that may be used; all of it by default.
       host_budget_bytes: host memory that may be used; all of it by default.
       choices: what the user has decided already.

@@ -13,8 +13,8 @@ from slidedp_jax.planner.hardware import HardwareProfile
 from slidedp_jax.planner.strategy import GRADIENTS_IN_FLIGHT, Strategy
 from slidedp_jax.planner.workload import Workload
 
-PRODUCTS = 4
-"""Products of tokens, D and V: logits in either pass, gradients of rows and of hidden states."""
+PRODUCTS = 2
+"""Products of tokens, D and V for logits; one more for each gradient, of rows and hidden states."""
 
 MANY_SLICES = 16
 """More save little: the hidden states' gradient is as large as it is, and read for every slice."""
@@ -89,6 +89,8 @@ def loss_memory(
     gradient = 4.0 * 4 * rows + GRADIENTS_IN_FLIGHT * wire / count
     if workload.tied:  # all of them wait for the lookup's part
         gradient = 4.0 * (owner + rows)
+    if not workload.projection_is_trained:
+        gradient = 0.0
     tokens = microbatch_tokens * strategy.num_microbatches
     at_once = min(strategy.loss_chunk_tokens, microbatch_tokens)
     return {
@@ -119,10 +121,13 @@ def head_seconds(
       passes_over_logits: float32 arrays [tokens, V] that one pass reads or writes.
     """
     stage, count = workload.head, strategy.vocab_slices
-    flops = PRODUCTS * 2.0 * tokens * stage.matmul_parameters
+    trained = workload.projection_is_trained
+    products = PRODUCTS + trained + workload.head_needs_dx
+    flops = products * 2.0 * tokens * stage.matmul_parameters
     blocks = -(-tokens // min(strategy.loss_chunk_tokens, tokens))
     moved = 4.0 * 1.5 * passes_over_logits * tokens * workload.vocab_size
-    moved += 8.0 * blocks * stage.matmul_parameters  # the rows' gradient read and written
+    if trained:
+        moved += 8.0 * blocks * stage.matmul_parameters  # the rows' gradient read and written
     moved += 8.0 * count * tokens * workload.hidden_size  # the hidden states', for every slice
     # The norm is taken anew in every program.
     moved += 2.0 * count * strategy.compute_bytes * stage.elementwise_elements * tokens

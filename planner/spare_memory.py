@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from slidedp_jax.planner import sliced_head
 from slidedp_jax.planner.bisection import smallest
+from slidedp_jax.planner.chunking import backward_chunks
 from slidedp_jax.planner.job import Job, Timed
 from slidedp_jax.planner.kept_attention import attention_pays_first
 from slidedp_jax.planner.strategy import Strategy
@@ -30,7 +31,7 @@ def keeping_most(job: Job, strategy: Strategy) -> Strategy:
       job: with the budgets.
       strategy: one that fits.
     """
-    num_chunks = -(-len(job.workload.layers) // strategy.layers_per_chunk)
+    num_chunks = backward_chunks(job.workload, strategy.layers_per_chunk)
     attention = 0
     if attention_pays_first(job, strategy):
         attention = _most(
@@ -48,7 +49,7 @@ def keeping_most(job: Job, strategy: Strategy) -> Strategy:
 
 def _most(job: Job, none: Strategy, most: int, option: Callable[[int], Strategy]) -> int:
     """The largest number from 0, for which it fits, to `most` for which `option` fits."""
-    if job.fits(option(most)):
+    if not most or job.fits(option(most)):
         return most
     base = job.device_bytes(none)
     each = (job.device_bytes(option(most)) - base) / most

@@ -54,13 +54,17 @@ class StageWork:
 
     Attributes:
       name: for reports; layers of equal work share one.
-      group_parameters: parameters per optimizer treatment group (decayed, not decayed, ...).
+      group_parameters: trained parameters per optimizer treatment group (decayed, not decayed,
+        ...).
+      frozen_parameters: those that stay as they are: no gradient, no state, no update.
       matmul_parameters: weights of the matrix products that a token passes (of the experts it
         visits, for a mixture).
       unvisited_parameters: parameters of experts that a token does not visit; the devices read them
         nevertheless, since other tokens visit them.
+      frozen_matmul_parameters: of `matmul_parameters`, those whose gradient is not computed.
       grouped_parameters: of `matmul_parameters`, those of products whose rows are grouped by
         expert, which are slower than others.
+      frozen_grouped_parameters: of those, the ones whose gradient is not computed.
       attention_heads: query heads N; 0 for a stage without attention.
       attention_head_dim: H.
       window: sliding window in tokens, None for full attention.
@@ -85,9 +89,12 @@ class StageWork:
 
     name: str
     group_parameters: tuple[int, ...]
+    frozen_parameters: int = 0
     matmul_parameters: int = 0
     unvisited_parameters: int = 0
+    frozen_matmul_parameters: int = 0
     grouped_parameters: int = 0
+    frozen_grouped_parameters: int = 0
     attention_heads: int = 0
     attention_head_dim: int = 0
     window: int | None = None
@@ -104,8 +111,18 @@ class StageWork:
 
     @property
     def num_parameters(self) -> int:
+        """All parameters."""
+        return self.trained_parameters + self.frozen_parameters
+
+    @property
+    def trained_parameters(self) -> int:
         """Parameters of all groups."""
         return sum(self.group_parameters)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether not all of it is frozen."""
+        return self.trained_parameters > 0 or not self.frozen_parameters
 
     def attention_flops(self, batch: BatchShape) -> float:
         """Forward attention operations of one row."""

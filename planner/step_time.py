@@ -207,29 +207,34 @@ def _core_shares(hardware: HardwareProfile) -> Mapping[Lane, float]:
 def _longest_circle_s(
     durations: Sequence[ChunkDurations], strategy: Strategy, hardware: HardwareProfile
 ) -> float:
-    """Embedding: all compute, then download, update, upload.
+    """The lowest trained chunk: compute from its forward on, then download, update, upload.
 
-    Deferred, also chunk j: compute from its forward on, the embedding's download beside the step's
-    end, the updates of chunks 0..j, and its upload.
+    Deferred, also any above it: compute from its forward on, the lowest one's download beside the
+    step's end, the updates of all up to this one, and its upload.
     """
     compute_s = sum(chunk.forward_s + chunk.backward_s for chunk in durations)
-    embed = durations[0]
     deferred = strategy.update_policy == "deferred"
-    arrives_s = max(embed.download_s, hardware.step_end_s) if deferred else embed.download_s
-    longest_s = compute_s + arrives_s + embed.update_s + embed.upload_s
-    if deferred:
-        updates_s = arrives_s
-        for chunk in durations:
+    longest_s, updates_s = 0.0, None
+    for chunk in durations:
+        if chunk.trained:
+            if updates_s is None:
+                down_s = chunk.download_s
+                updates_s = max(down_s, hardware.step_end_s) if deferred else down_s
             updates_s += chunk.update_s
             longest_s = max(longest_s, updates_s + chunk.upload_s + compute_s)
-            compute_s -= chunk.forward_s
+            if not deferred:
+                break
+        compute_s -= chunk.forward_s
     return longest_s
 
 
 def _copies(
     durations: Sequence[ChunkDurations],
 ) -> tuple[list[ChunkDurations], list[ChunkDurations]]:
-    """Chunks in order of their uploads (forward, then backward) and of their downloads."""
+    """Chunks in order of their uploads (forward, then backward) and of their downloads.
+
+    Those that are not trained have no bytes to download.
+    """
     again = [chunk for chunk in reversed(durations[:-1]) if not chunk.stays]
     return [*durations, *again], list(reversed(durations))
 
@@ -298,13 +303,16 @@ class _Schedule:
             room = leaving[-1 - BOUNDARIES_IN_FLIGHT : -BOUNDARIES_IN_FLIGHT] if leaves else []
             self._use(self._chunks[chunk].forward_s, (*self._upload(chunk, commits), *room))
         for chunk in range(head, -1, -1):
+            if not self._chunks[chunk].goes_back:
+                break
             stays = self._chunks[chunk].stays
             version = commits if chunk == head else {}
             upload = () if stays else self._upload(chunk, version)
             # Dispatched before the backward of the chunk above: it waits for the one before that.
             upload += self._boundary(chunk, "h2d", (*self._uses[-2:-1], *leaving))
             use = self._use(self._chunks[chunk].backward_s, (*upload, *self._gradient_room()))
-            downloads[chunk] = self._download(chunk, use)
+            if self._chunks[chunk].trained:
+                downloads[chunk] = self._download(chunk, use)
         deferred = self._strategy.update_policy == "deferred"
         # The norm is known at the step's end; then each update follows the one below.
         before = end = self._add("compute", self._step_end_s, (), _NOTHING)

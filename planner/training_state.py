@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from slidedp_jax.planner.chunking import Chunks
-from slidedp_jax.planner.strategy import Strategy
+from collections.abc import Iterable
+
+from slidedp_jax.planner.chunking import ChunkWork
 
 ADAMW_STATE_BYTES = 8
 """Optimizer state per parameter of AdamW with fp32 moments."""
@@ -12,6 +13,9 @@ MASTER_BYTES = 4
 """The fp32 master as two halves of two bytes."""
 
 
-def resident_parameters(chunks: Chunks, strategy: Strategy) -> int:
-    """Parameters, padded, whose state stays on the devices, each with its share."""
-    return sum(chunk.padded_parameters for chunk in chunks.all[: strategy.resident_chunks])
+def state_bytes(chunks: Iterable[ChunkWork], optimizer_state_bytes: float) -> float:
+    """Masters of all parameters, padded, and what the optimizer keeps of those that are trained."""
+    return sum(
+        MASTER_BYTES * chunk.padded_parameters + optimizer_state_bytes * chunk.trained_padded
+        for chunk in chunks
+    )

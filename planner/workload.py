@@ -7,12 +7,13 @@ operation counts are known. Letters: D hidden, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from slidedp_jax.models.config import ModelConfig
-from slidedp_jax.planner.flops import matmul_forward_flops, model_flops
-from slidedp_jax.planner.layer_work import layer_work
+from slidedp_jax.models.config import LayerKind, ModelConfig
+from slidedp_jax.planner.flops import matmul_forward_flops
+from slidedp_jax.planner.layer_work import layer_work, with_frozen
 from slidedp_jax.planner.stage_work import BatchShape, StageWork, parameter_groups
 from slidedp_jax.wording import short_count
 
@@ -81,41 +82,109 @@ class Workload:
         """All stages in forward order."""
         return (self.embed, *self.layers, self.head)
 
+    @cached_property
+    def num_trained(self) -> int:
+        """Parameters that are not frozen."""
+        return sum(stage.trained_parameters for stage in self.stages)
+
+    @cached_property
+    def forward_only_layers(self) -> int:
+        """Lowest layers below which, and in which, nothing is trained: they never run backward."""
+        if self.embed.is_trained:
+            return 0
+        trained = [index for index, stage in enumerate(self.layers) if stage.is_trained]
+        return trained[0] if trained else len(self.layers)
+
+    @property
+    def projection_is_trained(self) -> bool:
+        """Whether the gradient of the output projection is computed."""
+        if self.tied:
+            return self.embed.is_trained
+        return not self.head.frozen_matmul_parameters
+
+    @property
+    def head_needs_dx(self) -> bool:
+        """Whether anything below the head is trained."""
+        return self.embed.is_trained or self.forward_only_layers < len(self.layers)
+
     def model_flops_per_step(self, batch: BatchShape) -> float:
-        """Operations of one step over all devices, without recomputation (the MFU numerator)."""
-        forward = matmul_forward_flops(
-            batch.num_tokens, sum(stage.matmul_parameters for stage in (*self.layers, self.head))
+        """Operations of one step over all devices, without recomputation (the MFU numerator).
+
+        Of frozen weights no gradient, and of layers below all that is trained forward alone.
+        """
+        start = self.forward_only_layers
+        products = sum(stage.matmul_parameters for stage in self.layers[:start])
+        for stage in self.layers[start:]:
+            products += 3 * stage.matmul_parameters - stage.frozen_matmul_parameters
+        passes = 1 + self.head_needs_dx + self.projection_is_trained
+        products += passes * self.head.matmul_parameters
+        attention = sum(
+            (1 if index < start else 3) * stage.attention_flops(batch)
+            for index, stage in enumerate(self.layers)
         )
-        attention = sum(stage.attention_flops(batch) for stage in self.layers)
-        return model_flops(forward + batch.num_rows * attention)
+        return matmul_forward_flops(batch.num_tokens, products) + batch.num_rows * attention
 
     @staticmethod
-    def from_config(config: ModelConfig, *, name: str | None = None) -> Workload:
-        """The workload of a decoder of `models`."""
-        return _of_config(config, name)
+    def from_config(
+        config: ModelConfig, *, name: str | None = None, frozen: Collection[str] = ()
+    ) -> Workload:
+        """The workload of a decoder of `models`.
+
+        Args:
+          config: the model.
+          name: for reports.
+          frozen: full names of the parameters that stay as they are.
+        """
+        return _of_config(config, name, frozenset(frozen))
 
 
 @lru_cache(maxsize=16)  # the same object for the same: caches are keyed by it
-def _of_config(config: ModelConfig, name: str | None) -> Workload:
+def _of_config(config: ModelConfig, name: str | None, frozen: frozenset[str]) -> Workload:
     hidden = config.hidden_size
+    embed_shapes = {
+        f"model.embed_tokens.{name}": shape for name, shape in config.embedding_shapes().items()
+    }
     head_shapes = config.head_shapes()
-    of_kind = {kind: layer_work(config, kind) for kind in set(config.layer_kinds)}
     return Workload(
         name=name or f"{config.model_type} of {short_count(config.num_parameters)} parameters",
-        embed=StageWork(
-            name="model.embed_tokens",
-            group_parameters=parameter_groups(config.embedding_shapes()),
-            elementwise_elements=2 * hidden,
+        embed=with_frozen(
+            StageWork(
+                name="model.embed_tokens",
+                group_parameters=parameter_groups(embed_shapes),
+                elementwise_elements=2 * hidden,
+            ),
+            embed_shapes,
+            frozen,
         ),
-        layers=tuple(of_kind[kind] for kind in config.layer_kinds),
-        head=StageWork(
-            name="head",
-            group_parameters=parameter_groups(head_shapes),
-            matmul_parameters=config.vocab_size * hidden,
-            elementwise_elements=4 * hidden,
+        layers=_layers(config, frozen),
+        head=with_frozen(
+            StageWork(
+                name="head",
+                group_parameters=parameter_groups(head_shapes),
+                matmul_parameters=config.vocab_size * hidden,
+                elementwise_elements=4 * hidden,
+            ),
+            head_shapes,
+            frozen,
         ),
         tied=config.tie_word_embeddings,
         hidden_size=hidden,
         vocab_size=config.vocab_size,
         plain_vocabulary=not config.scale_embeddings,
     )
+
+
+def _layers(config: ModelConfig, frozen: frozenset[str]) -> tuple[StageWork, ...]:
+    """Work of every layer, one object for those that are alike."""
+    found: dict[tuple[LayerKind, frozenset[str]], StageWork] = {}
+    layers = []
+    for layer, kind in enumerate(config.layer_kinds):
+        prefix = f"model.layers.{layer}."
+        own = frozenset(n.removeprefix(prefix) for n in frozen if n.startswith(prefix))
+        key = kind, own
+        if key not in found:
+            shapes = config.layer_shapes(layer)
+            visits = config.num_experts_per_tok / config.num_experts if kind.sparse else 1.0
+            found[key] = with_frozen(layer_work(config, kind), shapes, own, visits=visits)
+        layers.append(found[key])
+    return tuple(layers)

@@ -14,6 +14,7 @@ from slidedp_jax import host_watch
 from slidedp_jax.errors import UserError
 from slidedp_jax.machine_here import machine_here
 from slidedp_jax.models.config import ModelConfig
+from slidedp_jax.models.frozen_names import frozen_names
 from slidedp_jax.planner.candidates import Choices
 from slidedp_jax.planner.errors import PlanError
 from slidedp_jax.planner.hardware import GIB, ComputeDtype, HardwareProfile
@@ -148,6 +149,7 @@ def plan_for(
     *,
     rows_per_step: int,
     tokens_per_row: int,
+    frozen: Sequence[str] = (),
     documents_per_row: int | None = None,
     document_lengths: Sequence[int] | None = None,
     max_grad_norm: float | None = 1.0,
@@ -172,12 +174,14 @@ def plan_for(
         (`slidedp_jax.adapter.workload.measured_workload`).
       rows_per_step: rows of one optimizer step, over all devices and microbatches.
       tokens_per_row: tokens of a row, padding included.
+      frozen: patterns of names that stay as they are, as the trainer will be given; of a measured
+        workload give them to `measured_workload`.
       documents_per_row: most documents of a packed row; None where rows are not packed.
       document_lengths: tokens of the documents of a typical packed row, which see only themselves
         (`rows.typical_documents`); None: one that fills the row.
       max_grad_norm: the limit that the trainer will be given; None allows eager updates.
       compute_dtype: "bfloat16" or "float32".
-      optimizer_state_bytes: bytes of optimizer state per parameter; AdamW's 8 by default.
+      optimizer_state_bytes: bytes of optimizer state per trained parameter; AdamW's 8 by default.
       device_memory_budget_gib: memory to use of each device; None: what JAX may hand out.
       host_memory_budget_gib: host memory to use, also more than the kernel reports; None: what is
         available.
@@ -200,7 +204,8 @@ def plan_for(
 
     Raises:
       UserError: nothing fits, or not the strategy; every limit is listed. Or there is no such
-        hardware, or profile, or it is of CPU devices and these are GPUs or the other way round.
+        hardware, or profile, or it is of CPU devices and these are GPUs or the other way round. Or
+        a pattern of `frozen` fits nothing, or all.
     """
     choices = choices or Choices()
     if hardware is not None and hardware_profile is not None:
@@ -216,11 +221,11 @@ def plan_for(
         hardware = this_machine(stated_host_bytes=stated_bytes, measured=measured)
         host_devices = choices.num_host_devices or current_setup().num_host_devices
         choices = replace(choices, num_host_devices=host_devices)
-    workload = model if isinstance(model, Workload) else Workload.from_config(model)
+    workload = _workload(model, frozen)
     hardware = with_update_flops(
         hardware,
         update_flops,
-        num_parameters=workload.num_parameters,
+        num_parameters=workload.num_trained,
         optimizer_state_bytes=optimizer_state_bytes,
     )
     if held_back_bytes:
@@ -248,6 +253,21 @@ def plan_for(
         )
     except PlanError as error:
         raise UserError(str(error)) from error
+
+
+def _workload(model: ModelConfig | Workload, frozen: Sequence[str]) -> Workload:
+    if isinstance(model, Workload):
+        if frozen:
+            raise UserError(
+                "frozen is for a described model; a measured workload knows what is frozen: give "
+                "the patterns to measured_workload"
+            )
+        return model
+    try:
+        names = frozen_names(model.parameter_shapes(), frozen)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    return Workload.from_config(model, frozen=names)
 
 
 def _bytes(gib: float | None) -> float | None:

@@ -9,8 +9,8 @@ is what rows cost. Letters: T tokens of a row, D hidden, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -18,7 +18,9 @@ import jax.numpy as jnp
 
 from slidedp_jax.adapter.claims import example_batch
 from slidedp_jax.adapter.matmul_flops import matmul_flops, widest_product
+from slidedp_jax.errors import UserError
 from slidedp_jax.jax_internals import bytes_accessed, temporary_bytes
+from slidedp_jax.models.frozen_names import frozen_names
 from slidedp_jax.models.named_results import DECIDED, named_bytes
 from slidedp_jax.models.streamed import LayerFn, LayerOutput, Stage, StreamedModel
 from slidedp_jax.planner.workload import StageWork, Workload, parameter_groups
@@ -34,6 +36,7 @@ def measured_workload(
     tokens_per_row: int,
     compute_dtype: str = "bfloat16",
     packed: bool = False,
+    frozen: Sequence[str] = (),
     name: str = "adapted model",
 ) -> Workload:
     """What a step of `model` costs on this process's first device, per stage and token.
@@ -47,28 +50,42 @@ def measured_workload(
       tokens_per_row: T of the run.
       compute_dtype: dtype of the parameters that the functions are given.
       packed: the batches have `segment_ids`.
+      frozen: patterns of full names that stay as they are, as the trainer will be given. Products
+        with frozen weights are taken to be their share of a layer's matrices.
       name: for reports.
 
     Returns:
       Workload. Attention is counted as executed, so an MFU that is made of it counts masked pairs
       that the model computes nevertheless.
       Memory holds for rows of this length, packed or not: plan without `documents_per_row`.
+
+    Raises:
+      UserError: a pattern of `frozen` fits nothing, or all.
     """
+    stages = (model.embed, *model.layers, model.head)
+    try:
+        kept = frozen_names([name for one in stages for name in one.parameter_names()], frozen)
+    except ValueError as error:
+        raise UserError(str(error)) from None
     probe = _Probe(model, tokens_per_row, jnp.dtype(compute_dtype), packed)
     layers: dict[Any, StageWork] = {}
     for stage, fn in zip(model.layers, model.layer_fns, strict=True):
         if fn not in layers:
             layers[fn] = probe.layer(stage, fn)
     head, own_loss_tokens = probe.head()
+    embed = StageWork(
+        name="embed",
+        group_parameters=_groups(model.embed),
+        elementwise_elements=2 * probe.hidden_size,
+    )
     return Workload(
         name=name,
-        embed=StageWork(
-            name="embed",
-            group_parameters=_groups(model.embed),
-            elementwise_elements=2 * probe.hidden_size,
+        embed=_with_frozen(embed, model.embed, kept),
+        layers=tuple(
+            _with_frozen(layers[fn], stage, kept)
+            for stage, fn in zip(model.layers, model.layer_fns, strict=True)
         ),
-        layers=tuple(layers[fn] for fn in model.layer_fns),
-        head=head,
+        head=_with_frozen(head, model.head, kept),
         tied=model.tied,
         hidden_size=probe.boundary_width(),
         vocab_size=model.vocab_size,
@@ -239,9 +256,32 @@ class _Probe:
         return jax.eval_shape(self._model.embed_fn, embed, self._batch(rows, tokens))
 
 
-def _groups(stage: Stage) -> tuple[int, ...]:
+def _groups(stage: Stage, frozen: Collection[str] = ()) -> tuple[int, ...]:
+    """Of the parameters that are not frozen."""
     leaves = jax.tree.leaves(stage.shapes)
     names = stage.parameter_names()
     return parameter_groups(
-        {name: tuple(leaf.shape) for name, leaf in zip(names, leaves, strict=True)}
+        {
+            name: tuple(leaf.shape)
+            for name, leaf in zip(names, leaves, strict=True)
+            if name not in frozen
+        }
+    )
+
+
+def _with_frozen(work: StageWork, stage: Stage, frozen: Collection[str]) -> StageWork:
+    """The same work with some parameters left as they are; products by the share of matrices."""
+    names = stage.parameter_names()
+    if not set(names) & set(frozen):
+        return work
+    leaves = jax.tree.leaves(stage.shapes)
+    sizes = {n: leaf.size for n, leaf in zip(names, leaves, strict=True) if len(leaf.shape) > 1}
+    kept = sum(size for name, size in sizes.items() if name in frozen)
+    share = kept / sum(sizes.values()) if sizes else 0.0
+    groups = _groups(stage, frozen)
+    return replace(
+        work,
+        group_parameters=groups,
+        frozen_parameters=work.num_parameters - sum(groups),
+        frozen_matmul_parameters=round(share * work.matmul_parameters),
     )

@@ -313,10 +313,6 @@ class TrainArguments:
                 f"resident_state is for optimizers that update each weight by itself; {self.optim} "
                 "reads whole matrices, on the host. Drop resident_state, or use another optim"
             )
-        if self.resident_state and self.freeze:
-            raise UserError(
-                "resident_state is not planned for together with freeze; drop one of them"
-            )
         if self.resident_state and self.gradient_route == "host_sum":
             raise UserError(
                 "resident_state needs gradients that the devices sum: drop gradient_route host_sum "

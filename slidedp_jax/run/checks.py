@@ -237,6 +237,7 @@ def make_plan(
     whole = args.optim in WHOLE_PARAMETER_OPTIMIZERS
     return plan_for(
         inputs.pretrained.config,
+        frozen=args.freeze,
         rows_per_step=rows_per_step or inputs.source.rows_per_step,
         tokens_per_row=inputs.source.widths[-1],
         documents_per_row=inputs.source.documents_per_row if args.packing else None,
@@ -250,9 +251,7 @@ def make_plan(
         update_policy="deferred" if args.on_nonfinite == "skip" or args.max_loss else None,
         choices=choices,
         keep_activations=args.keep_activations,
-        # Some optimizers read whole matrices, on the host; and the memory of frozen layers' state,
-        # which is less, is planned as an average over all, which holds for all of it together.
-        resident_state=False if whole or args.freeze else args.resident_state,
+        resident_state=False if whole else args.resident_state,  # those read them on the host
         hardware=hardware,
         hardware_profile=args.hardware_profile,
         update_flops=update_flops(args.optim, _trained_shapes(args, inputs.pretrained.config)),
@@ -279,14 +278,14 @@ def _check_budgets(args: TrainArguments, hardware: HardwareProfile) -> None:
 
 
 def _state_bytes_per_parameter(args: TrainArguments, config: ModelConfig) -> float:
-    """Optimizer state in bytes, an average of the weights included, spread over all parameters."""
+    """Optimizer state in bytes, an average of the weights included, per trained parameter."""
     from slidedp_jax.run.optimizers import make_optimizer, state_bytes
 
     trained = _trained_shapes(args, config)
     total = state_bytes(make_optimizer(args, num_steps=1), trained)
     if args.ema_decay is not None:
         total += 4 * _count(trained)
-    return total / config.num_parameters
+    return total / _count(trained)
 
 
 def _trained_shapes(args: TrainArguments, config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -191,9 +191,10 @@ def disk_of_run(
     kept = () if folder.replaces else tuple(map(step_of, list_steps(folder.checkpoints)))
     retention = Retention(last=args.save_total_limit, every=args.save_keep_every)
     exported = first_step >= num_steps and folder.export.is_dir()
+    workload = plan.job.workload
     use = disk_use(
-        plan.job.workload.num_parameters,
-        plan.job.optimizer_state_bytes,
+        workload.num_parameters,
+        plan.job.optimizer_state_bytes * workload.num_trained / workload.num_parameters,
         save_total_limit=args.save_total_limit,
         export_dtype=args.export_dtype,
         averaged=args.ema_decay is not None,

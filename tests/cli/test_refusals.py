@@ -128,11 +128,6 @@ def test_a_kernel_that_cannot_run_here(refused):
     assert "the platform is cpu, cuDNN needs cuda" in refused(attention="cudnn")
 
 
-def test_state_of_frozen_models_is_not_planned_for_the_devices(refused):
-    error = refused(code=2, resident_state=True, freeze=["model.layers.0.*"])
-    assert "drop one of them" in error
-
-
 def test_a_stated_budget_is_what_may_be_used(inputs, tmp_path, capsys, monkeypatch):
     """Less than there is, and more than the kernel reports: machines may grow as they are used."""
     machine = tmp_path / "machine"

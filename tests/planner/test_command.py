@@ -173,7 +173,8 @@ def test_optimizers_by_name_keep_what_they_keep(capsys):
     def kept(*extra):
         plan = planned(capsys, *JOB, "--no-resident_state", *extra)
         assert plan["disk"]["checkpoint_bytes"] == pytest.approx(
-            (4 + plan["optimizer_state_bytes"]) * plan["model"]["num_parameters"]
+            4 * plan["model"]["num_parameters"]
+            + plan["optimizer_state_bytes"] * plan["model"]["num_trained_parameters"]
         )
         return plan["optimizer_state_bytes"]
 
@@ -181,21 +182,13 @@ def test_optimizers_by_name_keep_what_they_keep(capsys):
     assert kept("--optim", "lion") == kept("--optim", "sgd") == 4
     assert kept("--optim", "adafactor") < 0.01 and 4 < kept("--optim", "muon") < 5
     assert kept("--optim", "lion", "--ema_decay", "0.999") == 8
-    embedding = 151_936 * 2560
-    frozen = kept("--freeze", "model.embed_tokens.*")
-    assert frozen == pytest.approx(8 * (1 - embedding / 4_022_468_096))
+    assert kept("--freeze", "model.embed_tokens.*") == 8
 
 
-@pytest.mark.parametrize(
-    "extra",
-    [
-        ["--optim", "muon"],
-        pytest.param(["--freeze", "model.norm.*"], marks=pytest.mark.thorough),
-    ],
-)
-def test_what_training_keeps_on_the_host_is_planned_there(extra, capsys):
-    assert planned(capsys, *JOB)["chosen"]["strategy"]["resident_chunks"] > 0
-    assert planned(capsys, *JOB, *extra)["chosen"]["strategy"]["resident_chunks"] == 0
+def test_what_training_keeps_on_the_host_is_planned_there(capsys):
+    for extra in ([], ["--freeze", "model.norm.*"]):
+        assert planned(capsys, *JOB, *extra)["chosen"]["strategy"]["resident_chunks"] > 0
+    assert planned(capsys, *JOB, "--optim", "muon")["chosen"]["strategy"]["resident_chunks"] == 0
 
 
 def test_frozen_parameters_and_whole_matrices_are_noted(capsys):
@@ -203,7 +196,6 @@ def test_frozen_parameters_and_whole_matrices_are_noted(capsys):
     text = capsys.readouterr().out
     assert "note: 1 parameter array frozen, 3.63B of 4.02B parameters trained" in text
     assert "note: muon updates whole matrices on the host" in text
-    assert "no training state stays on the GPUs" in text
     notes = planned(capsys, *JOB, "--freeze", "model.embed_tokens.*", "--optim", "muon")["notes"]
     assert [note for note in text.splitlines() if note.startswith("note: ")] == [
         f"note: {note}" for note in notes
@@ -246,7 +238,6 @@ def test_one_row_is_one(capsys):
         ([*JOB, "--save_total_limit", "0"], "save_total_limit is 0"),
         ([*JOB, "--optimizer_state_bytes", "-1"], "--optimizer_state_bytes is -1.0"),
         ([*JOB, "--optim", "muon", "--resident_state"], "not for --optim muon"),
-        ([*JOB, "--freeze", "model.norm.*", "--resident_state"], "not for --freeze"),
         ([*JOB, "--total_tokens", "0"], "--total_tokens is 0"),
         ([*JOB, "--price_per_device_hour", "2"], "needs --total_tokens"),
         ([*JOB, "--total_tokens", "9", "--price_per_device_hour", "nan"], "hour is nan; give a"),
