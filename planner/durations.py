@@ -269,7 +269,7 @@ class _Costs:
         if self._strategy.vocab_slices > 1:
             return self._sliced_head(resident=resident)
         trained = workload.projection_is_trained
-        products = 1 + trained + workload.head_needs_dx
+        products = 1 + workload.head_gradients
         flops = products * matmul_forward_flops(tokens, stage.matmul_parameters)
         at_once = workload.loss_tokens(self._strategy.loss_chunk_tokens, tokens)
         loss_chunks = -(-tokens // at_once)

@@ -122,7 +122,7 @@ def head_seconds(
     """
     stage, count = workload.head, strategy.vocab_slices
     trained = workload.projection_is_trained
-    products = PRODUCTS + trained + workload.head_needs_dx
+    products = PRODUCTS + workload.head_gradients
     flops = products * 2.0 * tokens * stage.matmul_parameters
     blocks = -(-tokens // min(strategy.loss_chunk_tokens, tokens))
     moved = 4.0 * 1.5 * passes_over_logits * tokens * workload.vocab_size

@@ -103,9 +103,16 @@ class Workload:
         return not self.head.frozen_matmul_parameters
 
     @property
-    def head_needs_dx(self) -> bool:
-        """Whether anything below the head is trained."""
-        return self.embed.is_trained or self.forward_only_layers < len(self.layers)
+    def head_gradients(self) -> int:
+        """Gradients that the head computes by a product: of the projection, and of what it reads.
+
+        The latter only if anything below the projection is trained, the final norm included.
+        """
+        rows = self.projection_is_trained
+        own = 0 if self.tied or not rows else self.head.matmul_parameters
+        norm = self.head.trained_parameters > own
+        below = self.embed.is_trained or self.forward_only_layers < len(self.layers)
+        return rows + (norm or below)
 
     def model_flops_per_step(self, batch: BatchShape) -> float:
         """Operations of one step over all devices, without recomputation (the MFU numerator).
@@ -116,8 +123,7 @@ class Workload:
         products = sum(stage.matmul_parameters for stage in self.layers[:start])
         for stage in self.layers[start:]:
             products += 3 * stage.matmul_parameters - stage.frozen_matmul_parameters
-        passes = 1 + self.head_needs_dx + self.projection_is_trained
-        products += passes * self.head.matmul_parameters
+        products += (1 + self.head_gradients) * self.head.matmul_parameters
         attention = sum(
             (1 if index < start else 3) * stage.attention_flops(batch)
             for index, stage in enumerate(self.layers)

@@ -18,6 +18,7 @@ from slidedp_jax.adapter.matmul_flops import matmul_flops
 from slidedp_jax.adapter.workload import measured_workload
 from slidedp_jax.models import decoder
 from slidedp_jax.models.config import named_config
+from slidedp_jax.models.frozen_names import frozen_names
 from slidedp_jax.models.loss import cross_entropy_sum
 from slidedp_jax.planner.candidates import Choices
 from slidedp_jax.planner.workload import BatchShape, Workload
@@ -80,6 +81,26 @@ def test_a_decoder_is_measured_as_it_is_described():
         assert mine.group_parameters == theirs.group_parameters
     assert measured.head.matmul_parameters == described.head.matmul_parameters
     assert measured.own_loss_tokens is None  # a strategy decides
+
+
+def test_what_is_frozen_is_planned_as_of_a_described_model():
+    config = named_config("tiny")
+    patterns = ["model.embed_tokens.*", "*mlp*", "model.layers.0.*"]
+    kept = frozen_names(config.parameter_shapes(), patterns)
+    described = Workload.from_config(config, frozen=kept)
+    measure = partial(measured_workload, decoder.build(config), tokens_per_row=TOKENS)
+    with jax.numpy_rank_promotion("allow"):
+        measured = measure(compute_dtype="float32", frozen=patterns)
+        with pytest.raises(UserError, match="no parameter is called 'nothing'"):
+            measure(frozen=["nothing"])
+    assert measured.num_trained == described.num_trained < described.num_parameters
+    assert measured.forward_only_layers == described.forward_only_layers == 1
+    for own, known in zip(measured.stages, described.stages, strict=True):
+        assert own.frozen_parameters == known.frozen_parameters
+        assert own.frozen_matmul_parameters == pytest.approx(known.frozen_matmul_parameters, abs=2)
+    with pytest.raises(UserError, match="give the patterns to measured_workload"):
+        plan_for(measured, rows_per_step=1, tokens_per_row=TOKENS, frozen=patterns)
+
 
 
 def attention_model(num_heads: int, dim: int, vocab_size: int, chunk_tokens, own_loss=None):

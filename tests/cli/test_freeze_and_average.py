@@ -19,9 +19,11 @@ def is_frozen(name):
 
 
 @pytest.mark.thorough
-def test_frozen_weights_are_saved_resumed_and_exported(inputs, tmp_path, capsys):
+@pytest.mark.parametrize("resident_state", [False, True])
+def test_frozen_weights_are_saved_resumed_and_exported(resident_state, inputs, tmp_path, capsys):
     straight, out = tmp_path / "straight", tmp_path / "run"
-    inputs.train(straight, **SETTINGS, export=True, export_dtype="float32")
+    settings = SETTINGS | {"resident_state": resident_state}
+    inputs.train(straight, **settings, export=True, export_dtype="float32")
     assert "parameter arrays are frozen" in capsys.readouterr().out
     before = load_file(inputs.model / "model.safetensors")
     after = load_file(straight / "export" / "model.safetensors")
@@ -32,12 +34,15 @@ def test_frozen_weights_are_saved_resumed_and_exported(inputs, tmp_path, capsys)
     record = json.loads((straight / "checkpoints/step_00000004/trainer.json").read_text())
     kinds = record["optimizer_state"]
     assert all((kinds[name] == []) == is_frozen(name) for name in before)
-    planned = json.loads((straight / "run.json").read_text())["plan"]["chosen"]["memory"]["host"]
+    chosen = json.loads((straight / "run.json").read_text())["plan"]["chosen"]
     trained = sum(values.size for name, values in before.items() if not is_frozen(name))
-    assert 1 <= planned["optimizer_state"] / (8 * trained) < 1.1
-    inputs.train(out, **SETTINGS | {"max_steps": 2})
+    if resident_state:
+        assert chosen["strategy"]["resident_chunks"] > 0
+    else:
+        assert 1 <= chosen["memory"]["host"]["optimizer_state"] / (8 * trained) < 1.1
+    inputs.train(out, **settings | {"max_steps": 2})
     (out / "run.json").write_text((straight / "run.json").read_text())
-    inputs.train(out, **SETTINGS, export=True, export_dtype="float32")
+    inputs.train(out, **settings, export=True, export_dtype="float32")
     assert losses(out) == losses(straight)
     again = load_file(out / "export" / "model.safetensors")
     assert all(again[name].tobytes() == values.tobytes() for name, values in after.items())

@@ -63,21 +63,37 @@ def plain(tied, frozen):
 
 
 CASES = [
-    *((name, False, 1 if i % 2 else 3) for i, name in enumerate(PATTERNS)),
-    ("embedding", True, 1),
-    ("lower_layers_and_embedding", True, 3),
-    ("all_but_norms", True, 1),
-    ("all_but_the_embedding", True, 3),
+    *((name, False, 1 if i % 2 else 3, 0) for i, name in enumerate(PATTERNS)),
+    ("embedding", True, 1, 0),
+    ("lower_layers_and_embedding", True, 3, 0),
+    ("all_but_norms", True, 1, 0),
+    ("all_but_the_embedding", True, 3, 0),
+    # State on the devices: up to a frozen chunk, above it, in the middle of one, all of it.
+    ("lower_layers_and_embedding", False, 1, 2),
+    ("lower_layers_and_embedding", True, 1, 4),
+    ("one_in_the_middle", False, 1, 4),
+    ("upper_layers", False, 3, 2),
+    ("all_but_norms", False, 1, 3),
+    ("all_but_norms", True, 3, 4),
+    ("all_but_the_head", False, 1, 6),
+    ("all_but_the_embedding", True, 1, 6),
+    ("head", False, 1, 6),
 ]
 
 
 @pytest.mark.parametrize(
     "case",
-    mostly_thorough(CASES, {("lower_layers_and_embedding", False, 1)}),
+    mostly_thorough(
+        CASES,
+        {
+            ("lower_layers_and_embedding", False, 1, 0),
+            ("lower_layers_and_embedding", True, 1, 4),
+        },
+    ),
     ids=lambda c: "-".join(map(str, c)),
 )
 def test_the_rest_trains_as_in_plain_optax(case):
-    name, tied, layers = case
+    name, tied, layers, resident_chunks = case
     config = small_config(tied=tied)
     patterns = [p for p in PATTERNS[name] if not (tied and p.startswith("lm_head"))]
     start = initial_parameters(config)
@@ -85,7 +101,12 @@ def test_the_rest_trains_as_in_plain_optax(case):
     run = train(
         config,
         OPTIMIZER,
-        strategy(layers_per_chunk=layers, rows_per_microbatch=2, num_microbatches=2),
+        strategy(
+            layers_per_chunk=layers,
+            rows_per_microbatch=2,
+            num_microbatches=2,
+            resident_chunks=resident_chunks,
+        ),
         batches(config),
         parameters=start,
         frozen=patterns,
