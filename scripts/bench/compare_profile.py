@@ -1,9 +1,10 @@
 """Steps of `bench_plans.py` or `bench_step.py` beside what preset and profile predict of them.
 
-    python scripts/bench/compare_profile.py PROFILE.json RESULTS.json ...
+    python scripts/bench/compare_profile.py PROFILE.json RESULTS.json ... --out docs/benchmarks/NAME
 
 Every point's own strategy is costed anew with the rates of the preset of the profile's device and
-with those of the profile, so no device is needed. Prints a table, and median and worst of either.
+with those of the profile, so no device is needed. Prints a table, and median and worst of either;
+writes them to OUT.json.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
+import bench_record
+
 from slidedp_jax.models.config import ModelConfig, named_config
 from slidedp_jax.planner.hardware import HardwareProfile
 from slidedp_jax.planner.machine_profile import read_profile
@@ -32,6 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("profile")
     parser.add_argument("results", nargs="+", type=pathlib.Path)
+    parser.add_argument("--out", type=pathlib.Path)
     args = parser.parse_args()
     profile = read_profile(args.profile)
     preset = preset_of_kind(profile.machine.device_kind)
@@ -40,25 +44,31 @@ def main() -> None:
     machines = {"preset": preset.with_devices(profile.machine.num_devices)}
     machines["profile"] = profile.hardware
     errors: dict[str, list[float]] = {name: [] for name in machines}
+    record = bench_record.record(("jax",), points=[], summary={})
+    record["measured_on"] = profile.identity()["machine"]
     print(f"{'point':24s} {'measured s':>10}  {'preset':>8} {'off':>7}  {'profile':>8} {'off':>7}")
-    for name, job, strategy, seconds in points(args.results):
-        cells = []
+    for file, name, job, strategy, seconds in points(args.results):
+        cells, row = [], {"point": name, "file": file, "job": job, "measured_s": seconds}
         for machine, hardware in machines.items():
             predicted = predicted_s(job, strategy, hardware)
             errors[machine].append(predicted / seconds - 1)
             cells.append(f"{predicted:8.3f} {errors[machine][-1]:+7.1%}")
+            row |= {f"{machine}_s": predicted, f"{machine}_off": errors[machine][-1]}
+        record["points"].append(row)
         print(f"{name:24s} {seconds:10.3f}  {'  '.join(cells)}")
     for machine, values in errors.items():
         worst = max(values, key=abs)
         median = statistics.median(map(abs, values))
         bias = statistics.median(values)
         print(f"{machine}: median {median:.1%}, bias {bias:+.1%}, worst {worst:+.1%}")
+        record["summary"][machine] = {"median_off": median, "bias": bias, "worst": worst}
+    bench_record.save(args.out, record)
 
 
 def points(
     paths: list[pathlib.Path],
-) -> Iterator[tuple[str, dict[str, Any], Strategy, float]]:
-    """Name, job, strategy and median step of every result."""
+) -> Iterator[tuple[str, str, dict[str, Any], Strategy, float]]:
+    """File, name, job, strategy and median step of every result."""
     for path in paths:
         for result in json.loads(path.read_text())["results"]:
             strategy = Strategy.recorded(result["strategy"])
@@ -70,7 +80,7 @@ def points(
                 "documents": None,
             }
             name = result.get("point") or f"{job['model']} {result['tokens']}"
-            yield name, job, strategy, statistics.median(result["full_s"])
+            yield path.name, name, job, strategy, statistics.median(result["full_s"])
 
 
 def predicted_s(job: dict[str, Any], strategy: Strategy, hardware: HardwareProfile) -> float:
