@@ -20,7 +20,8 @@ from slidedp_jax.planner.command_line import COUNTS, parse
 from slidedp_jax.planner.errors import PlanError
 from slidedp_jax.planner.hardware import GIB, HardwareProfile
 from slidedp_jax.planner.host_memory import available_host_memory
-from slidedp_jax.planner.machine_profile import named_profile
+from slidedp_jax.planner.machine_facts import machine_facts, of_this_machine
+from slidedp_jax.planner.machine_profile import AUTO, named_profile
 from slidedp_jax.planner.nearest_fits import MemoryFlags, larger_memories, more_devices
 from slidedp_jax.planner.optimizers import WHOLE_PARAMETER_OPTIMIZERS, OptimizerName
 from slidedp_jax.planner.report import Completion, limit_as_dict, plan_as_dict, plan_as_text
@@ -189,14 +190,18 @@ def _machine(
     if args.hardware_profile is None:
         count = 1 if args.num_devices is None else args.num_devices
         return partial(machine, args.hardware, stated=stated, num_hosts=args.num_hosts), count, []
-    profile = named_profile(args.hardware_profile)
+    here = machine_facts() if args.hardware_profile == AUTO else None
+    profile = named_profile(args.hardware_profile, here)
     count = profile.hardware.num_devices if args.num_devices is None else args.num_devices
 
     def grown(number: int) -> HardwareProfile:
         hosts = replace(profile.hardware.with_devices(number), num_hosts=args.num_hosts)
         return with_stated(hosts, stated)
 
-    return grown, count, profile.notes(count)
+    notes = profile.notes(count)
+    if here is not None:
+        notes.append(of_this_machine(profile, here))
+    return grown, count, notes
 
 
 def _does_not_fit(request: _Request, error: PlanError) -> int:

@@ -148,7 +148,7 @@ def _add_machine(machine: argparse._ArgumentGroup) -> None:
     which.add_argument(
         "--hardware_profile",
         metavar="FILE",
-        help="a machine that `slidedp measure` has measured; auto: the only one measured here",
+        help="a machine that `slidedp measure` has measured; auto: the one measured here",
     )
     machine.add_argument(
         "--num_devices", type=int, help="GPUs of one host (1, or as many as were measured)"

@@ -22,7 +22,8 @@ from slidedp_jax.planner.command_line import COUNTS, add_job
 from slidedp_jax.planner.errors import PlanError
 from slidedp_jax.planner.hardware import GIB, HardwareProfile, size_text
 from slidedp_jax.planner.limits import Limit
-from slidedp_jax.planner.machine_profile import named_profile
+from slidedp_jax.planner.machine_facts import machine_facts, of_this_machine
+from slidedp_jax.planner.machine_profile import AUTO, named_profile
 from slidedp_jax.planner.presets import PRESETS
 from slidedp_jax.planner.search import Plan
 from slidedp_jax.planner.stated_machine import Stated, machine, preset_name, with_stated
@@ -185,7 +186,7 @@ def _parser(prog: str) -> CommandParser:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="machines that `slidedp measure` has measured; auto: the only one measured here",
+        help="machines that `slidedp measure` has measured; auto: the one measured here",
     )
     group.add_argument(
         "--num_devices",
@@ -258,11 +259,14 @@ def _machines(
     counts = args.num_devices or DEFAULT_COUNTS
     found = [machine(name, count, stated) for name in names for count in counts]
     notes = {}
+    here = machine_facts() if AUTO in args.hardware_profile else None
     for path in args.hardware_profile:
-        profile = named_profile(path)
+        profile = named_profile(path, here)
         for count in args.num_devices or [profile.hardware.num_devices]:
             found.append(with_stated(profile.hardware.with_devices(count), stated))
             notes[found[-1]] = profile.notes(count)
+            if path == AUTO and here is not None:
+                notes[found[-1]].append(of_this_machine(profile, here))
     unknown = sorted(prices.keys() - {_usual(hardware.name) for hardware in found})
     if unknown:
         raise ValueError(

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -164,8 +164,14 @@ def read_profile(path: Path | str) -> MachineProfile:
         ) from None
 
 
-def named_profile(named: Path | str) -> MachineProfile:
-    """The profile of a file, or with `auto` the only one that `slidedp measure` has written here.
+def named_profile(named: Path | str, here: Machine | None) -> MachineProfile:
+    """The profile of a file, or with `auto` what `slidedp measure` has written here.
+
+    That is the only one, or of several the only one of this machine's device, processor and cores.
+
+    Args:
+      named: a path, or `auto`.
+      here: this machine; needed for `auto` alone.
 
     Raises:
       ValueError: there is none, or several, which are named.
@@ -173,6 +179,9 @@ def named_profile(named: Path | str) -> MachineProfile:
     if str(named) != AUTO:
         return read_profile(named)
     found = sorted(profiles_folder().glob("*.json"))
+    if len(found) > 1 and here is not None:
+        own = [path for path in found if _is_of(read_profile(path).machine, here)]
+        found = own or found
     if len(found) != 1:
         names = ", ".join(map(str, found))
         raise ValueError(
@@ -183,12 +192,23 @@ def named_profile(named: Path | str) -> MachineProfile:
     return read_profile(found[0])
 
 
-def differences(profile: Machine, here: Machine) -> list[str]:
-    """In what this machine differs from the one of a profile, a line each."""
+def _is_of(profile: Machine, here: Machine) -> bool:
+    names = ("device_kind", "processor", "num_cores")
+    return all(getattr(profile, name) == getattr(here, name) for name in names)
+
+
+def differences(profile: Machine, here: Machine, *, but: Collection[str] = ()) -> list[str]:
+    """In what this machine differs from the one of a profile, a line each.
+
+    Args:
+      profile: the machine of the profile.
+      here: this machine.
+      but: names of attributes that may differ.
+    """
     found = []
     for name, word in _COMPARED.items():
         there, now = getattr(profile, name), getattr(here, name)
-        if there != now:
+        if there != now and name not in but:
             found.append(f"{word}: measured with {there}, here {now}")
     packages = sorted(profile.versions.keys() | here.versions.keys())
     for package in packages:

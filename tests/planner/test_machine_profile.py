@@ -9,6 +9,7 @@ from slidedp_jax.models.config import named_config
 from slidedp_jax.planner.command import main
 from slidedp_jax.planner.comparison import main as compare
 from slidedp_jax.planner.hardware import GIB, HardwareProfile, LinkRate
+from slidedp_jax.planner.machine_facts import machine_facts
 from slidedp_jax.planner.machine_profile import (
     AUTO,
     FORMAT,
@@ -118,13 +119,39 @@ def test_the_same_machine_does_not_differ_and_each_change_is_said():
 def test_auto_is_the_one_that_there_is(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(ValueError, match="no machine has been measured here"):
-        named_profile(AUTO)
+        named_profile(AUTO, MACHINE)
     profiles_folder().mkdir(parents=True)
     write(profiles_folder() / MACHINE.file_name, PRESETS["h200"])
-    assert named_profile(AUTO).source.endswith("nvidia-h200-x2-32-cores.json")
-    write(profiles_folder() / "other.json", PRESETS["h100"])
+    own = "nvidia-h200-x2-32-cores.json"
+    assert named_profile(AUTO, MACHINE).source.endswith(own)
+    other = replace(MACHINE, num_cores=16)
+    assert named_profile(AUTO, other).source.endswith(own)  # the only one: `plan` says which
+    write(profiles_folder() / "other.json", PRESETS["h100"], machine=asdict(other))
+    assert named_profile(AUTO, MACHINE).source.endswith(own)
+    assert named_profile(AUTO, other).source.endswith("other.json")
     with pytest.raises(ValueError, match=r"several.*x2-32-cores\.json.*other\.json"):
-        named_profile(AUTO)
+        named_profile(AUTO, replace(MACHINE, num_cores=8))
+
+
+def test_whether_the_automatic_one_is_of_this_machine_is_always_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    profiles_folder().mkdir(parents=True)
+    path = profiles_folder() / "p.json"
+    job = ["--preset", "qwen3-0.6b", "--tokens_per_step", "8192", "--hardware_profile"]
+    here = replace(machine_facts(), num_devices=7)
+    for machine, said in (
+        (here, "measured on this machine"),
+        (MACHINE, "processor: measured with"),
+    ):
+        write(path, PRESETS["h200"], machine=asdict(machine))
+        for command in (main, compare):
+            assert command([*job, AUTO]) == 0
+            text = " ".join(capsys.readouterr().out.split())
+            assert said in text and ("was not measured on this machine" in text) == (
+                machine is MACHINE
+            )
+            assert command([*job, str(path)]) == 0  # named on purpose
+            assert "this machine" not in capsys.readouterr().out
 
 
 def slow_link(hardware: HardwareProfile) -> HardwareProfile:
