@@ -17,6 +17,7 @@ from slidedp_jax.planner.step_time import running_s
 from slidedp_jax.planner.timeline import Lane
 from slidedp_jax.planner.words import LANE_WORDS
 from slidedp_jax.tracer import SpanLane
+from slidedp_jax.wording import counted
 
 STEPS = 20
 """Steps after which the forecast is looked at, those that compile left out."""
@@ -39,6 +40,7 @@ class Comparison:
       update_s: of the host update, per step.
       predicted_update_s: of the same steps.
       lane: what is off by more than `OFF`, if anything is.
+      on_cpu: the devices are CPU devices, of whose speed presets know nothing.
     """
 
     steps: int
@@ -47,6 +49,7 @@ class Comparison:
     update_s: float
     predicted_update_s: float
     lane: Lane | None
+    on_cpu: bool = False
 
     @property
     def off(self) -> float:
@@ -70,10 +73,13 @@ class Comparison:
         Args:
           measured: the plan was made with a profile of this machine.
         """
-        text = (
-            f"forecast: {self.steps} steps of {self.step_s:.3g} s (median), predicted "
-            f"{self.predicted_s:.3g} s ({self.off:+.0%})"
-        )
+        text = f"forecast: {counted(self.steps, 'step')} of {self.step_s:.3g} s (median)"
+        if self.on_cpu and not measured:
+            return (
+                f"{text}, and none to compare with: CPU machines differ too much for a preset. "
+                "`slidedp measure`, then --hardware_profile auto, predicts by this machine's rates"
+            )
+        text += f", predicted {self.predicted_s:.3g} s ({self.off:+.0%})"
         if self.lane is None:
             return text
         what = LANE_WORDS[self.lane]
@@ -142,6 +148,7 @@ class Forecast:
             update_s=update_s,
             predicted_update_s=predicted_update_s,
             lane=self._lane(step_s, ratio, update_s, predicted_update_s),
+            on_cpu=self._plan.job.hardware.unified_memory,
         )
 
     def _lane(

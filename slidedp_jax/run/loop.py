@@ -311,6 +311,11 @@ class Run:
             "row_ids": batch.row_ids,
         }
 
+    @property
+    def _guesses(self) -> bool:
+        """Whether times are predicted for a CPU machine that was not measured."""
+        return self._plan.job.hardware.unified_memory and self._args.hardware_profile is None
+
     def _tell_forecast(self, progress: Progress, step: int) -> None:
         found = self._forecast.comparison()
         assert found is not None
@@ -485,13 +490,13 @@ class Run:
         if timed:
             tokens, seconds = (sum(column) for column in zip(*timed, strict=True))
             step_s = sorted(second for _, second in timed)[len(timed) // 2]
-            predicted = step_seconds(self._plan, self._inputs)
+            known = f", predicted {step_seconds(self._plan, self._inputs):.3f} s"
             print(
                 f"  {tokens / seconds:,.0f} tokens/s without padding, after the first step\n"
-                f"  median step {step_s:.3f} s, predicted {predicted:.3f} s"
+                f"  median step {step_s:.3f} s{'' if self._guesses else known}"
             )
         found = self._forecast.comparison()
-        if found is not None and found.lane is not None:
+        if found is not None and found.lane is not None and not self._guesses:
             print(f"  {found.describe(measured=self._args.hardware_profile is not None)}")
         peak, predicted = _device_peak_gib(), self._plan.chosen.memory.device_bytes / 2**30
         if peak is not None:

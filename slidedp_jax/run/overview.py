@@ -112,7 +112,7 @@ def overview(args: TrainArguments, inputs: RunInputs, plan: Plan, disk: RunDisk)
         "model": _model(args, inputs),
         "data": _data(args, inputs),
         "memory": _memory(plan, disk),
-        "time": _time(inputs, plan, disk),
+        "time": _time(args, inputs, plan, disk),
         "output": _output(args),
     }
 
@@ -192,16 +192,18 @@ def _gib(num_bytes: float) -> str:
     return f"{gib:,.1f}" if gib >= 0.05 else f"{gib:.2g}"
 
 
-def _time(inputs: RunInputs, plan: Plan, disk: RunDisk) -> str:
+def _time(args: TrainArguments, inputs: RunInputs, plan: Plan, disk: RunDisk) -> str:
     num_steps = inputs.num_steps - inputs.first_step
     if num_steps < 1:
         return "no step is left to take"
     step_s = step_seconds(plan, inputs)
     steps = f"{counted(num_steps, 'step')}{' left' if inputs.first_step else ''}"
     saving = "" if disk.saving is None else f"; {disk.saving}"
+    guessed = plan.job.hardware.unified_memory and args.hardware_profile is None
+    how = "a guess: presets know no CPU machine's speed" if guessed else "predicted"
     return (
         f"{steps} of {duration(step_s)}, about {duration(num_steps * step_s)}, plus loading and "
-        f"saving (predicted){saving}{_waiting(plan)}"
+        f"saving ({how}){saving}{_waiting(plan)}"
     )
 
 

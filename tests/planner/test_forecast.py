@@ -18,3 +18,23 @@ def test_it_is_due_once_also_where_a_new_width_compiles_right_after():
         if forecast.is_due:
             due.append(number)
     assert due == [STEPS + 1]
+
+
+def compared(hardware, steps):
+    workload = Workload.from_config(named_config("smollm2-135m"))
+    batch = BatchShape(num_rows=1, seq_length=256)
+    forecast = Forecast(plan(workload, batch, named_hardware(hardware)))
+    for _ in range(steps + 1):
+        forecast.step(256, 1000.0, {})
+    return forecast.comparison()
+
+
+def test_a_cpu_machine_without_a_profile_is_compared_with_nothing():
+    text = compared("cpu", 1).describe(measured=False)
+    assert text.startswith("forecast: 1 step of 1e+03 s (median), and none to compare with")
+    assert "slidedp measure" in text and "%" not in text
+    for hardware, measured in (("cpu", True), ("h200", False)):
+        text = compared(hardware, 2).describe(measured=measured)
+        assert text.startswith("forecast: 2 steps of 1e+03 s (median), predicted") and "%" in text
+        assert ("slidedp measure" in text) == (not measured)
+    assert compared("cpu", 0) is None
