@@ -45,8 +45,9 @@ NUM_REJECTED = 4
 NEARLY = 1.01
 """Times that are as good as the best, where another reason decides."""
 
-AS_GOOD = 1.005
-"""The same where that reason is host memory, which costs nothing if it is there."""
+ALL_HOST_MEMORY = 0.1
+"""Share of a step that all of the host's memory is worth. Memory that nothing else needs should
+become speed, but has to be page-locked first, 0.6 s per GiB; a tenth of it for 1 % is a fair price."""
 
 SMALL_LOSS_CHUNKS_TOKENS, LARGE_LOGITS = (1024, 256), 0.03
 """Loss chunks that are small, and from which share of a device's memory on logits are large."""
@@ -351,20 +352,18 @@ def _with_spare_memory(request: Request, ranked: list[Timed], bases: list[Strate
 def _preferred(job: Job, ranked: list[Timed]) -> list[Timed]:
     """With the one to take in front: the fastest, or one that is nearly as fast and asks less.
 
-    Programs of many layers take long to compile, boundaries take host memory: not for nothing.
+    Programs of many layers take long to compile; and host memory has its price.
     """
     good = [one for one in ranked if one.step_s <= NEARLY * ranked[0].step_s]
     fewest = min(one.strategy.layers_per_chunk for one in good)
     good = [one for one in good if one.strategy.layers_per_chunk == fewest]
-    equal = [one for one in good if one.step_s <= AS_GOOD * good[0].step_s]
-    best = min(equal, key=lambda one: (_boundaries(one.strategy), *_by_time(job, one)))
+
+    def price(one: Timed) -> tuple[float, ...]:
+        share = job.host_bytes(one.strategy) / job.host_budget_bytes
+        return one.step_s * (1 + ALL_HOST_MEMORY * share), *_by_time(job, one)
+
+    best = min(good, key=price)
     return [best, *(one for one in ranked if one is not best)]
-
-
-def _boundaries(strategy: Strategy) -> int:
-    """Bytes of them in host memory, per device."""
-    each = strategy.host_boundaries * strategy.host_boundary_bytes
-    return each * strategy.num_microbatches
 
 
 def _share_of_logits(memory: MemoryUse) -> float:

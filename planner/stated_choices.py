@@ -7,7 +7,10 @@ from dataclasses import asdict
 
 from slidedp_jax.planner.errors import PlanError
 from slidedp_jax.planner.job import Alternative
-from slidedp_jax.planner.search import AS_GOOD, Plan
+from slidedp_jax.planner.search import Plan
+
+HARDLY_SLOWER = 1.005
+"""Times of a step that are not worth a word."""
 
 
 def cost_of_choices(
@@ -28,7 +31,7 @@ def cost_of_choices(
     except PlanError:  # with something else in the way: this is what fits
         return []
     step_s, free_s = found.chosen.time.step_s, other.time.step_s
-    if step_s <= AS_GOOD * free_s:
+    if step_s <= HARDLY_SLOWER * free_s:
         return []
     words = ", ".join(f"{name} {value}" for name, value in decided.items())
     return [
@@ -49,4 +52,4 @@ def why_not(other: Alternative, chosen: Alternative) -> str | None:
         return None
     if other.strategy.layers_per_chunk > chosen.strategy.layers_per_chunk:
         return "so little faster that programs of fewer layers, which compile sooner, are taken"
-    return "so little faster that less of the host's memory is taken for inputs of layers"
+    return "so little faster for the host memory that it takes"
