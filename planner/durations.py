@@ -73,6 +73,11 @@ class ChunkDurations:
     goes_back: bool = True
     trained: bool = True
 
+    @property
+    def is_updated_by_host(self) -> bool:
+        """Whether its gradient leaves the devices, which keep the order of all else themselves."""
+        return self.trained and bool(self.download_s or self.update_s)
+
 
 def chunk_durations(
     workload: Workload,
@@ -114,8 +119,12 @@ def chunk_durations(
         )
         for index, chunk in enumerate(chunks.layers)
     ]
+    waiting: dict[int, ChunkDurations] = {}  # by kind
     for index in range(lowest, min(lowest + strategy.host_boundaries, len(layers))):
-        layers[index] = costs.with_boundary(layers[index])
+        kind = id(layers[index])
+        if kind not in waiting:
+            waiting[kind] = costs.with_boundary(layers[index])
+        layers[index] = waiting[kind]
     embedding = replace(costs.embedding(resident=resident > 0), stays=True)
     return (embedding, *layers, costs.head(resident=resident > len(layers) + 1))
 

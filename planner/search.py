@@ -47,7 +47,7 @@ NEARLY = 1.01
 
 ALL_HOST_MEMORY = 0.1
 """Share of a step that all of the host's memory is worth. Memory that nothing else needs should
-become speed, but has to be page-locked first, 0.6 s per GiB; a tenth of it for 1 % is a fair price."""
+become speed, but is page-locked first, 0.6 s per GiB; a tenth of it for 1 % is a fair price."""
 
 SMALL_LOSS_CHUNKS_TOKENS, LARGE_LOGITS = (1024, 256), 0.03
 """Loss chunks that are small, and from which share of a device's memory on logits are large."""
