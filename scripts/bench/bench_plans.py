@@ -81,8 +81,10 @@ POINTS = {
     "tiny": Point(model="qwen3-0.6b", layers=2, rows=2, seq=64),
     "cpu-smollm2": Point(model="smollm2-135m", layers=8, rows=2, seq=512),
     "cpu-smollm2-256": Point(model="smollm2-135m", layers=8, rows=2, seq=256),
-    "cpu-smollm2-eager": Point(model="smollm2-135m", layers=8, rows=4, seq=512, eager=True),
-    "cpu-qwen3-0.6b": Point(model="qwen3-0.6b", layers=3, rows=1, seq=512),
+    "cpu-smollm2-packed": Point(model="smollm2-135m", layers=8, rows=2, seq=512, documents=4),
+    "cpu-smollm2-eager": Point(model="smollm2-135m", layers=4, rows=4, seq=512, eager=True),
+    "cpu-qwen3-0.6b": Point(model="qwen3-0.6b", layers=2, rows=1, seq=384),
+    "cpu-smollm2-long": Point(model="smollm2-135m", layers=6, rows=1, seq=1536),
     "cpu-smollm2-whole": Point(model="smollm2-135m", layers=None, rows=2, seq=512),
 }
 SMALL = ("tiny", *(name for name in POINTS if name.startswith("cpu-")))

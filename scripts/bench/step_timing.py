@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import pathlib
 import time
 from typing import Any
@@ -176,18 +177,23 @@ class ComputePasses:
 def full_steps(num_steps: int, trainer: Any, tracer: Any, batch: Any) -> dict[str, Any]:
     """Full steps back to back; the time between the ends of two steps is one step."""
     ends, losses, norms, rss = [time.perf_counter()], [], [], []
+    own, all_ = [time.process_time()], [machine_busy_s()]
     tracer.spans.clear()
     for _ in range(num_steps + 1):
         metrics = trainer.step(batch)
         losses.append(metrics.loss)
         norms.append(metrics.grad_norm if trainer.strategy.update_policy == "deferred" else None)
         ends.append(time.perf_counter())
+        own.append(time.process_time())
+        all_.append(machine_busy_s())
         rss.append(rss_gib())
     trainer.wait()
     ends.append(time.perf_counter())
     seconds = [after - before for before, after in itertools.pairwise(ends[:-1])]
     return {
         "full_s": seconds[1:],
+        "own_cpu_s": (own[-1] - own[1]) / num_steps,
+        "others_cpu_s": max(0.0, all_[-1] - all_[1] - own[-1] + own[1]) / num_steps,
         "drain_s": ends[-1] - ends[-2],
         "losses": losses,
         "grad_norms": norms,
@@ -202,6 +208,13 @@ def full_steps(num_steps: int, trainer: Any, tracer: Any, batch: Any) -> dict[st
 def busy_s(tracer: Any, lane: str) -> float:
     """Seconds that the spans of a lane cover in sum."""
     return float(sum(s.end_s - s.start_s for s in tracer.spans if s.lane == lane))
+
+
+def machine_busy_s() -> float:
+    """Seconds that all processes together have had of the machine's processors."""
+    fields = pathlib.Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    user, nice, system, _, _, irq, softirq = map(int, fields[:7])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
 def waits(tracer: Any, since: float, steps: int) -> dict[str, float]:
