@@ -81,7 +81,7 @@ def test_what_comes_next_is_worse_or_says_why_not(name):
         assert chosen.time.step_s <= NEARLY * other.time.step_s
         fewer = other.strategy.layers_per_chunk > chosen.strategy.layers_per_chunk
         assert fewer == ("compile sooner" in reason)
-        assert fewer or other.strategy.host_boundaries > chosen.strategy.host_boundaries
+        assert fewer or other.memory.host_bytes > chosen.memory.host_bytes
 
 
 def test_permission_does_not_make_it_slower():
