@@ -127,8 +127,16 @@ _SAME = 1e-9
 """Share by which equal times differ in rounding."""
 
 
+def _repeats(ends: Sequence[float]) -> bool:
+    """Whether the second step and the third take as long; then all others do."""
+    second_s, third_s = ends[1] - ends[0], ends[2] - ends[1]
+    return abs(third_s - second_s) <= _SAME * third_s
+
+
 def _period_s(ends: Sequence[float], lower_s: float) -> float:
     """Seconds from step to step; rounding aside, the simulation cannot beat the bound."""
+    if _repeats(ends):
+        return max(ends[2] - ends[1], lower_s)
     return max((ends[-1] - ends[1]) / _PERIODS, lower_s)
 
 
@@ -144,15 +152,11 @@ def step_s(
     durations = chunk_durations(
         workload, batch, strategy, hardware, optimizer_state_bytes=optimizer_state_bytes
     )
-    schedule, lower_s = (
-        _Schedule(durations, strategy, hardware),
-        lower_bound_s(durations, strategy, hardware),
-    )
+    schedule = _Schedule(durations, strategy, hardware)
+    lower_s = lower_bound_s(durations, strategy, hardware)
     _, ends = schedule.run(3)
-    second_s, third_s = ends[1] - ends[0], ends[2] - ends[1]
-    if abs(third_s - second_s) <= _SAME * third_s:  # nearly always: all others are as long
-        return max(third_s, lower_s)
-    _, ends = schedule.run(NUM_SIMULATED_STEPS)
+    if not _repeats(ends):  # hardly ever
+        _, ends = schedule.run(NUM_SIMULATED_STEPS)
     return _period_s(ends, lower_s)
 
 
