@@ -24,7 +24,12 @@ from slidedp_jax.planner.optimizers import (
     state_bytes,
 )
 from slidedp_jax.planner.search import Plan, plan
-from slidedp_jax.planner.whole_updates import update_flops, whole_update_note, with_update_flops
+from slidedp_jax.planner.whole_updates import (
+    update_flops,
+    whole_parameters,
+    whole_update_note,
+    with_update_flops,
+)
 from slidedp_jax.planner.workload import BatchShape, Workload
 from slidedp_jax.wording import counted, short_count
 
@@ -86,6 +91,7 @@ class AskedJob:
             update_flops(optimizer, self.trained),
             num_parameters=self.num_trained,
             optimizer_state_bytes=state_bytes,
+            num_whole=whole_parameters(optimizer, self.trained),
         )
         whole = optimizer in WHOLE_PARAMETER_OPTIMIZERS
         return plan(

@@ -237,6 +237,6 @@ def _phases_of(program: ProgramMemory, sizes: DeviceSizes, there: Collection[str
     found = set()
     for chunk in program.chunks:
         found.add(backward if chunk >= below or recompute not in there else recompute)
-        if chunk == 0:
+        if chunk == sizes.chunks.forward_only:
             found.add(first)
     return found

@@ -165,6 +165,7 @@ def plan_for(
     hardware_profile: str | os.PathLike[str] | None = None,
     update_flops: float = 0.0,
     held_back_bytes: float = 0.0,
+    whole_parameters: int = 0,
     strategy: Strategy | None = None,
 ) -> Plan:
     """The fastest strategy for this process's devices that fits the budgets.
@@ -200,6 +201,7 @@ def plan_for(
         (`planner.whole_updates.update_flops`).
       held_back_bytes: memory of each device that is left free beside its reserve, for programs that
         take more than is planned for them (`planner.compiled_check`).
+      whole_parameters: those that Adafactor updates (`planner.whole_updates.whole_parameters`).
       strategy: what has been decided, such as that of a run that is resumed; None: the fastest.
 
     Raises:
@@ -227,6 +229,7 @@ def plan_for(
         update_flops,
         num_parameters=workload.num_trained,
         optimizer_state_bytes=optimizer_state_bytes,
+        num_whole=whole_parameters,
     )
     if held_back_bytes:
         reserve = hardware.device_reserve_bytes + held_back_bytes

@@ -21,7 +21,7 @@ from slidedp_jax.planner.search import Plan
 from slidedp_jax.planner.stated_choices import cost_of_choices
 from slidedp_jax.planner.stated_machine import Stated, machine
 from slidedp_jax.planner.strategy import Strategy
-from slidedp_jax.planner.whole_updates import update_flops
+from slidedp_jax.planner.whole_updates import update_flops, whole_parameters
 from slidedp_jax.pretrained import Pretrained, from_pretrained
 from slidedp_jax.run.arguments import STATED, WHOLE_PARAMETER_OPTIMIZERS, TrainArguments
 from slidedp_jax.run.data_progress import data_progress
@@ -235,6 +235,7 @@ def make_plan(
         _check_budgets(args, hardware)
     choices = Choices(**{name: getattr(args, name) for name in _CHOICES} | dict(decided or {}))
     whole = args.optim in WHOLE_PARAMETER_OPTIMIZERS
+    trained = _trained_shapes(args, inputs.pretrained.config)
     return plan_for(
         inputs.pretrained.config,
         frozen=args.freeze,
@@ -254,7 +255,8 @@ def make_plan(
         resident_state=False if whole else args.resident_state,  # those read them on the host
         hardware=hardware,
         hardware_profile=args.hardware_profile,
-        update_flops=update_flops(args.optim, _trained_shapes(args, inputs.pretrained.config)),
+        update_flops=update_flops(args.optim, trained),
+        whole_parameters=whole_parameters(args.optim, trained),
         held_back_bytes=held_back_bytes,
         strategy=strategy,
     )

@@ -1,5 +1,7 @@
 """Muon's products on the host, by hand and against the one measurement that there is."""
 
+from dataclasses import replace
+
 import pytest
 
 from slidedp_jax.models.config import named_config
@@ -7,7 +9,11 @@ from slidedp_jax.planner.durations import chunk_durations
 from slidedp_jax.planner.optimizers import state_bytes
 from slidedp_jax.planner.presets import PRESETS
 from slidedp_jax.planner.strategy import Strategy
-from slidedp_jax.planner.whole_updates import update_flops, with_update_flops
+from slidedp_jax.planner.whole_updates import (
+    update_flops,
+    whole_parameters,
+    with_update_flops,
+)
 from slidedp_jax.planner.workload import BatchShape, Workload
 
 
@@ -46,3 +52,19 @@ def test_nineteen_seconds_a_step_of_qwen3_06b_on_sixteen_cores():
         with_update_flops(PRESETS["h200"], 0.0, num_parameters=1, optimizer_state_bytes=8)
         is PRESETS["h200"]
     )
+
+
+def test_adafactors_time_by_hand():
+    """Half a second for 71 M parameters on two cores, as measured, beside state and gradients."""
+    shapes = {"model.layers.0.mlp.up_proj.weight": (7_131, 10_000), "model.norm.weight": (10_000,)}
+    count = 71_320_000
+    assert whole_parameters("adafactor", shapes) == count
+    assert whole_parameters("muon", shapes) == whole_parameters(None, shapes) == 0
+    for cores, seconds in ((2, count * 7.1e-9), (16, count * (1.8e-9 + 1.06e-8 / 16))):
+        usual = replace(PRESETS["cpu"], num_host_cores=cores, host_update_params_per_s=1e15)
+        hardware = with_update_flops(
+            usual, 0.0, num_parameters=count, optimizer_state_bytes=0, num_whole=count
+        )
+        # Traffic of 10 bytes per parameter at the rate of AdamW's 26.
+        found = count * 10 / (26 * hardware.host_update_params_per_s)
+        assert found == pytest.approx(seconds, rel=1e-3)
