@@ -102,7 +102,6 @@ def test_what_is_frozen_is_planned_as_of_a_described_model():
         plan_for(measured, rows_per_step=1, tokens_per_row=TOKENS, frozen=patterns)
 
 
-
 def attention_model(num_heads: int, dim: int, vocab_size: int, chunk_tokens, own_loss=None):
     """A plain tree with one layer of dense attention; its loss in chunks, or from all logits."""
     tree = {
