@@ -22,8 +22,8 @@ from slidedp_jax.planner.search import plan
 from slidedp_jax.planner.step_time import step_time
 from slidedp_jax.planner.workload import BatchShape, Workload
 from slidedp_jax.state.freezing import frozen_names
+from slidedp_jax.step.chunk_kinds import lowest_trained
 from slidedp_jax.step.layer_functions import ChunkKind
-from slidedp_jax.step.pipeline import lowest_trained
 from slidedp_jax.step.programs import ComputePrograms
 from slidedp_jax.transfer.device_map import DeviceMap
 from slidedp_jax.transfer.routes import GradientPath, weight_path
