@@ -294,7 +294,7 @@ def test_logits_make_room_for_state():
     tight = partial(plan, QWEN3_06B, batch, hardware, device_budget_bytes=8 * GIB)
     large = tight(choices=Choices(loss_chunk_tokens=4096))
     assert tight().strategy.loss_chunk_tokens < 4096
-    assert tight().chosen.time.step_s < 0.85 * large.chosen.time.step_s
+    assert tight().chosen.time.step_s < 0.9 * large.chosen.time.step_s
 
 
 def test_no_more_layers_per_program_than_pay():
