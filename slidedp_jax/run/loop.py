@@ -237,7 +237,8 @@ class Run:
                 stopping = self._stop.requested if self._stops is None else self._stops
                 ends = stopping or (last and args.save_at_end)
                 if not ends and not last:  # else what went wrong must not keep the weights back
-                    self._saves.look(trainer, step, num_steps, progress)
+                    self._saves.look(progress)
+                    self._saves.prepare(trainer, step, num_steps)
                 if ends or self._save_due(step):
                     self._save(trainer, progress, last=last and not stopping, waits=ends or last)
                 if stopping:  # what is left, such as an evaluation, is done by the next start

@@ -116,14 +116,20 @@ class Saves:
             saving = trainer.save_beside(self._folder, extra, buffer_bytes=buffer_bytes)
         self._under_way = saving, predicted
 
-    def look(self, trainer: Trainer, step: int, num_steps: int, progress: Progress) -> None:
-        """Between steps: say what has been written since, and delete what need not stay.
-
-        If a save beside the steps is near, its memory is made. This is the end of `step` of
-        `num_steps`.
-        """
+    def look(self, progress: Progress) -> None:
+        """Between steps: say what has been written since, and delete what need not stay."""
         if self._under_way is not None and self._under_way[0].done:
             self.finish(progress)
+
+    def prepare(self, trainer: Trainer, step: int, num_steps: int) -> None:
+        """If a save beside the steps is near, make its memory.
+
+        Args:
+          trainer: its state.
+          step: that has ended; called after each.
+          num_steps: of the run.
+        """
+        trainer.gate.check_open()
         now = time.monotonic()
         if self._looked is not None:
             between = now - self._looked

@@ -57,6 +57,7 @@ OF_TRAINER = {
     "evaluating": lambda it: it.evaluating().__enter__(),
     "save": lambda it: it.save("/nowhere"),
     "save_beside": lambda it: it.save_beside("/nowhere"),
+    "prepare_save": lambda it: it.prepare_save(),
     "restore": lambda it: it.restore("/nowhere"),
     "wait": lambda it: it.wait(),
     "__enter__": lambda it: it.__enter__(),
@@ -79,6 +80,7 @@ TAKING_ONE = {
         it, FOLDER, pretrained(), ARGUMENTS, run={}, tokens_seen=0
     ),
     "slidedp_jax.run.samples.Samples.take": lambda f, it: f(samples(), it, "at step 1", print),
+    "slidedp_jax.run.saving.Saves.prepare": lambda f, it: f(saves(), it, 1, 2),
     "slidedp_jax.run.saving.Saves.save": lambda f, it: f(saves(), it, {}, QUIET, waits=True),
 }
 """Public functions with a parameter of type `Trainer`."""
