@@ -21,6 +21,9 @@ RESIDENT_STEPS = 8
 """Numbers of resident chunks that are tried first, evenly from one to all; then those between the
 neighbours of the best."""
 
+SURELY_SLOW = 1.05
+"""Times what is fast: where even the best bound of these is above that, none between is tried."""
+
 
 def keeping_most(job: Job, strategy: Strategy) -> Strategy:
     """The strategy that recomputes the fewest chunks within the budgets.
@@ -128,6 +131,8 @@ def with_state_on_devices(
         [strategy.resident_chunks, *range(1, num_chunks + 1, max(1, num_chunks // RESIDENT_STEPS))]
     )
     near = best.strategy.resident_chunks if best else min(bounds, key=lambda count: bounds[count])
+    if math.inf > bounds[near] > SURELY_SLOW * fast_s:  # its neighbours are not that much faster
+        return best
     below = max((count for count in bounds if count < near), default=0)
     above = min((count for count in bounds if count > near), default=num_chunks + 1)
     search(count for count in range(below + 1, above) if count != near)
