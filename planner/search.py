@@ -31,7 +31,11 @@ from slidedp_jax.planner.memory import MemoryUse
 from slidedp_jax.planner.refusal import refusal
 from slidedp_jax.planner.request import Request
 from slidedp_jax.planner.request_check import check_request
-from slidedp_jax.planner.spare_memory import keeping_most, with_state_on_devices
+from slidedp_jax.planner.spare_memory import (
+    holds_all_state,
+    keeping_most,
+    with_state_on_devices,
+)
 from slidedp_jax.planner.strategy import Strategy, UpdatePolicy
 from slidedp_jax.planner.training_state import ADAMW_STATE_BYTES
 from slidedp_jax.planner.workload import BatchShape, Workload
@@ -292,8 +296,12 @@ def _bases(
         tried += with_more_on_host(job, strategy)
     # What little a leaner one of a kind saves may be what the last state needs to fit.
     lean = [leaner(request.choices, job.workload, strategy) for strategy in kinds.values()]
-    tried += lean
-    tried += [replace(one, vocab_slices=1, slice_head_weights=False) for one in lean]
+    tried += [one for one in lean if holds_all_state(job, one)]
+    tried += [
+        replace(one, vocab_slices=1, slice_head_weights=False)
+        for one in lean
+        if one.vocab_slices > 1
+    ]
     if request.choices.loss_chunk_tokens is None and job.workload.own_loss_tokens is None:
         for tokens in SMALL_LOSS_CHUNKS_TOKENS:
             tried += [
@@ -320,7 +328,7 @@ def _with_spare_memory(request: Request, ranked: list[Timed], bases: list[Strate
                 found[better.strategy] = better
 
     improve(bases)
-    seen = set(bases)
+    seen = {_without_spare(base) for base in bases}
     for _ in range(NUM_ROUNDS):
         best = min(found.values(), key=lambda one: one.step_s).strategy
         if best.gradient_route != "reduce_scatter":
@@ -341,12 +349,18 @@ def _with_spare_memory(request: Request, ranked: list[Timed], bases: list[Strate
             if strategy.weight_route == best.weight_route
             and strategy.rows_per_microbatch == best.rows_per_microbatch
         ]
-        new = [one for one in dict.fromkeys(on_devices + on_host) if one not in seen]
-        seen.update(new)
+        fresh = {_without_spare(one): one for one in (*on_devices, *on_host)}
+        new = [one for key, one in fresh.items() if key not in seen]
+        seen.update(fresh)
         improve(new)
         if min(found.values(), key=lambda one: one.step_s).strategy == best:
             break
     return _preferred(job, sorted(found.values(), key=partial(_by_time, job)))
+
+
+def _without_spare(strategy: Strategy) -> Strategy:
+    """What `with_state_on_devices` makes the same of, however it begins."""
+    return replace(strategy, resident_chunks=0, kept_chunks=0, attention_chunks=0)
 
 
 def _preferred(job: Job, ranked: list[Timed]) -> list[Timed]:

@@ -139,6 +139,12 @@ def with_state_on_devices(
     return best
 
 
+def holds_all_state(job: Job, strategy: Strategy) -> bool:
+    """Whether all state fits on the devices, with nothing kept beside it."""
+    most = _most_resident(job, strategy)
+    return job.fits(replace(strategy, resident_chunks=most, kept_chunks=0, attention_chunks=0))
+
+
 def _with_resident(
     job: Job, strategy: Strategy, resident: int, keep_activations: bool
 ) -> Strategy | None:
