@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -114,6 +114,7 @@ class StepPrograms:
       on_devices: compiles for the devices.
       programs: forward, backward and head.
       given: optimizer, frozen patterns and decay of the average that `treatments` was made of.
+      taken: not empty once a trainer runs them, whose gradients on their way are in `gradients`.
     """
 
     model: StreamedModel
@@ -129,6 +130,7 @@ class StepPrograms:
     on_devices: DeviceMap
     programs: ComputePrograms
     given: tuple[Any, ...] = ()
+    taken: list[bool] = field(default_factory=list)
 
     @property
     def mesh(self) -> Mesh:

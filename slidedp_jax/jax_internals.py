@@ -117,6 +117,13 @@ def add_xla_flags(wanted: Mapping[str, str]) -> None:
     os.environ["XLA_FLAGS"] = " ".join([*xla_flags(), *added])
 
 
+def graph_flags() -> list[str]:
+    """Flags that are set otherwise than `WITHOUT_GRAPHS` wants them."""
+    unset = [f"--{name}={value}" for name, value in WITHOUT_GRAPHS.items()]
+    named = [flag.split("=")[0] for flag in unset]
+    return [flag for flag in xla_flags() if flag.split("=")[0] in named and flag not in unset]
+
+
 def add_backend_option(option: str) -> None:
     """Add to the `BACKEND_OPTIONS` an option that nobody has set otherwise."""
     given = [flag for flag in xla_flags() if flag.startswith(BACKEND_OPTIONS)]

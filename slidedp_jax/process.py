@@ -275,6 +275,12 @@ def _set_environment(wanted: ProcessSetup) -> ProcessSetup:
     jax_internals.add_xla_flags(jax_internals.CHOOSE_WITHOUT_TIMING)
     if wanted.profiled:
         jax_internals.add_xla_flags(jax_internals.WITHOUT_GRAPHS)
+        if wrong := jax_internals.graph_flags():
+            raise ValueError(
+                f"XLA_FLAGS has {wrong[0]}, and steps are to be profiled: with CUDA graphs the "
+                "process cannot use the GPUs any more once jax.profiler has stopped. Leave the "
+                "flag out, or the profile"
+            )
     fraction = jax_internals.set_gpu_memory_fraction(wanted.device_memory_fraction)
     limit_gib = jax_internals.set_pinned_limit_gib(wanted.pinned_limit_gib)
     return replace(wanted, device_memory_fraction=fraction, pinned_limit_gib=limit_gib)

@@ -150,6 +150,7 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int, stop: S
     if whole:
         print(data_details(inputs))
     plan = plan_or_ways_out(args, inputs, num_devices, strategy)
+    check_alike(plan, inputs)
     if is_checked(args, inputs, plan):
         parts, compiled_notes = checked_parts(args, inputs, num_devices, plan, strategy)
         plan, notes = parts.plan, [*notes, *compiled_notes]
@@ -158,8 +159,8 @@ def _train_in(folder: RunFolder, args: TrainArguments, num_devices: int, stop: S
     notes += profile_notes(args)
     if strategy is None:
         notes += choices_note(args, inputs, num_devices, plan, parts.held_back_bytes)
-    check_alike(plan, inputs)
-    notes += batch_notes(args, inputs, plan, num_devices)
+    check_alike(plan, inputs)  # one of the hosts may have planned anew
+    notes += batch_notes(args, inputs, plan, num_devices, held_back_bytes=parts.held_back_bytes)
     at_once = plan.strategy.rows_per_microbatch * inputs.source.widths[-1]
     notes += changed_products(before, args, inputs.pretrained.config, at_once)
     steps = {"num_steps": inputs.num_steps, "first_step": inputs.first_step}

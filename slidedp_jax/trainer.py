@@ -156,6 +156,7 @@ class Trainer:
             _check_made_for(
                 programs, model, strategy, self._devices, _given(optimizer, frozen, ema_decay)
             )
+        programs.taken.append(True)
         _warn_of_whole_parameters(programs.treatments)
         settings = Settings(
             parameters=parameters,
@@ -650,6 +651,8 @@ def _check_made_for(
     devices: Sequence[jax.Device],
     given: tuple[Any, ...],
 ) -> None:
+    if programs.taken:
+        raise UserError("another trainer runs these programs; make some for each")
     for what, same in (
         ("model", programs.model is model),
         ("strategy", programs.strategy == strategy),

@@ -12,7 +12,7 @@ import optax
 import pytest
 from streamed_training import small_config, strategy, trainer
 
-from slidedp_jax import UserError
+from slidedp_jax import UserError, jax_internals, process
 from slidedp_jax.compilation_cache import cache_folder
 from slidedp_jax.process import current_setup
 
@@ -214,6 +214,28 @@ def test_beside_gpus_no_stopwatch_chooses_kernels(given, level):
     assert [f for f in flags if "autotune_level" in f] == [f"--xla_gpu_autotune_level={level}"]
     assert {"--xla_gpu_enable_triton_gemm=false", "--xla_gpu_enable_command_buffer="} <= set(flags)
     assert set(given.split()) <= set(flags)
+
+
+def test_graphs_that_are_asked_for_rule_out_a_profile(monkeypatch):
+    """The process could not use its GPUs any more once jax.profiler has stopped."""
+    setup = process.ProcessSetup(
+        platform="cuda",
+        num_devices=1,
+        device_ids=None,
+        num_host_devices=1,
+        device_memory_fraction=0.9,
+        pinned_limit_gib=8,
+        compilation_cache=None,
+        profiled=True,
+    )
+    for name in (jax_internals.GPU_MEMORY_FRACTION, jax_internals.PINNED_LIMIT_GIB):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(process, "_map_large_allocations", lambda: None)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=FUSION")
+    with pytest.raises(ValueError, match="command_buffer=FUSION, and steps are to be profiled"):
+        process._set_environment(setup)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")
+    process._set_environment(setup)
 
 
 REFUSED = [

@@ -103,6 +103,7 @@ class CopyBuffer:
             with self._condition:
                 if not self._stopped:
                     self._unused.append(memory)
+                    self._keep_no_more_than_is_left()
 
     def has_room(self, batch: Batch) -> bool:
         """Whether `take` would not wait."""
@@ -127,7 +128,12 @@ class CopyBuffer:
             self._left -= size
             if size == PIECE_BYTES and self._unused:
                 return self._unused.pop()
+            self._keep_no_more_than_is_left()
         return np.empty(size, np.uint8)
+
+    def _keep_no_more_than_is_left(self) -> None:
+        """Batches of another size have memory of their own, which counts as well."""
+        del self._unused[max(0, self._left) // PIECE_BYTES :]
 
     def give_back(self, memory: np.ndarray) -> None:
         """The batch has been written."""
@@ -135,6 +141,7 @@ class CopyBuffer:
             self._left += len(memory)
             if len(memory) == PIECE_BYTES and not self._stopped:
                 self._unused.append(memory)
+                self._keep_no_more_than_is_left()
             self._condition.notify_all()
 
     def stop(self) -> None:

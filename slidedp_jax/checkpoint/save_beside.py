@@ -131,6 +131,8 @@ class SaveMemory:
 
     def _is_ahead(self, num_bytes: int | None) -> bool:
         ahead = self._ahead
+        if num_bytes is not None:
+            num_bytes = max(num_bytes, SMALLEST_BUFFER_BYTES)
         return ahead is not None and num_bytes in (None, ahead.num_bytes)
 
     def _made(self, num_bytes: int | None) -> CopyBuffer:

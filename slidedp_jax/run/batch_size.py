@@ -87,7 +87,12 @@ class _Found:
 
 
 def _fastest(
-    args: TrainArguments, inputs: RunInputs, num_devices: int, plan: Plan | None = None
+    args: TrainArguments,
+    inputs: RunInputs,
+    num_devices: int,
+    plan: Plan | None = None,
+    *,
+    held_back_bytes: float = 0.0,
 ) -> _Found:
     """The smallest size that is nearly as fast per token as any that fits and the data fills.
 
@@ -97,6 +102,7 @@ def _fastest(
       num_devices: compute devices.
       plan: of that first size, if it has been made: then the search is a quick one, which ends at
         the first size that gains nothing.
+      held_back_bytes: device memory that plans leave free.
 
     Raises:
       UserError: the first size does not fit.
@@ -111,7 +117,15 @@ def _fastest(
     best = _Found(size=first, tokens_per_s=plan.chosen.time.tokens_per_s)
     without_gain = 0
     for size in sizes:
-        larger = _plan_alike(args, inputs, num_devices, size * others, plan.strategy, quick=quick)
+        larger = _plan_alike(
+            args,
+            inputs,
+            num_devices,
+            size * others,
+            plan.strategy,
+            quick=quick,
+            held_back_bytes=held_back_bytes,
+        )
         if larger is None:
             break
         plan, rate = larger, larger.chosen.time.tokens_per_s
@@ -132,6 +146,7 @@ def _plan_alike(
     strategy: Strategy,
     *,
     quick: bool,
+    held_back_bytes: float,
 ) -> Plan | None:
     """A plan for more rows, cut and sent as those of `strategy` if that fits; None: nothing does.
 
@@ -140,7 +155,14 @@ def _plan_alike(
     decided = {name: getattr(strategy, name) for name in _ALIKE}
     for choices in (decided,) if quick else (decided, {}):
         with contextlib.suppress(UserError):
-            return make_plan(args, inputs, num_devices, rows_per_step=rows, decided=choices)
+            return make_plan(
+                args,
+                inputs,
+                num_devices,
+                rows_per_step=rows,
+                decided=choices,
+                held_back_bytes=held_back_bytes,
+            )
     return None
 
 
@@ -152,12 +174,22 @@ def _sizes(first: int, most: int) -> Iterator[int]:
         size *= 2
 
 
-def batch_notes(args: TrainArguments, inputs: RunInputs, plan: Plan, num_devices: int) -> list[str]:
-    """What packing and a larger batch would give, where that is much."""
+def batch_notes(
+    args: TrainArguments,
+    inputs: RunInputs,
+    plan: Plan,
+    num_devices: int,
+    *,
+    held_back_bytes: float = 0.0,
+) -> list[str]:
+    """What packing and a larger batch would give, where that is much.
+
+    `held_back_bytes`: device memory that plans leave free.
+    """
     notes = [*_packing_note(args, inputs, plan, num_devices)]
     if inputs.first_step or args.plan_from is not None:
         return notes
-    found = _fastest(args, inputs, num_devices, plan)
+    found = _fastest(args, inputs, num_devices, plan, held_back_bytes=held_back_bytes)
     gain = found.tokens_per_s / plan.chosen.time.tokens_per_s
     if found.size != args.per_device_train_batch_size and gain >= WORTH_A_NOTE:
         notes.append(

@@ -94,7 +94,7 @@ def checked_parts(
     parts = make_parts(args, inputs, plan)
     notes: list[str] = []
     held_back = 0.0
-    for _ in range(MOST_PLANS):
+    for left in reversed(range(MOST_PLANS)):
         start = time.perf_counter()
         programs = make_step_programs(
             parts.model,
@@ -127,9 +127,11 @@ def checked_parts(
                 f"{check.exceeded()}. The strategy is kept, since it was decided before; if memory "
                 "runs out, --device_memory_budget with less plans anew"
             ]
-        held_back, plan, note = _planned_anew(args, inputs, num_devices, plan, check, held_back)
-        notes.append(note)
-    raise UserError(f"{check.exceeded()}. {MOST_PLANS} plans were tried; {_TO_CHANGE}")
+        if left:
+            held_back, plan, note = _planned_anew(args, inputs, num_devices, plan, check, held_back)
+            notes.append(note)
+    tried = "\n".join([*notes, check.exceeded()])
+    raise UserError(f"{tried}. {MOST_PLANS} plans were tried; {_TO_CHANGE}")
 
 
 _TO_CHANGE = (

@@ -228,7 +228,7 @@ class Run:
         try:
             for step in range(first_step + 1, num_steps + 1):
                 profile.before(step)
-                record = self._step(trainer, step, progress)
+                record = self._step(trainer, step, progress, last=step == num_steps)
                 profile.after(record)
                 progress.step(record)
                 if self._forecast.is_due:
@@ -263,19 +263,25 @@ class Run:
             profile.close()
             progress.close(complete=complete)
 
-    def _step(self, trainer: Trainer, step: int, progress: Progress) -> dict[str, Any]:
+    def _step(
+        self, trainer: Trainer, step: int, progress: Progress, *, last: bool
+    ) -> dict[str, Any]:
         start = time.perf_counter()
         batch = next(self._inputs.source)
         data_s = time.perf_counter() - start
         progress.begin_step(batch.arrays["input_ids"].shape[1])
         arrays = batch.arrays | {"row_ids": np.array(batch.row_ids)}
         metrics = trainer.step(arrays, stop=self._stop.requested)
-        self._inputs.source.make_ahead()  # while the devices compute
         issued = time.perf_counter()
+        if not last and not self._stop.requested:
+            self._inputs.source.make_ahead()  # while the devices compute
+        made = time.perf_counter()
         self._stopped_elsewhere = metrics.stop and not self._stop.requested
         self._stops = metrics.stop if self._together is not None else None
         loss, norm, skipped = metrics.loss, metrics.grad_norm, metrics.skipped
         seconds = time.perf_counter() - start
+        if start + seconds - made < 0.1 * (made - issued):  # nothing was left to wait for
+            data_s += made - issued
         self._timed.append((batch.num_tokens, seconds))
         lanes = self._tracer.take()
         self._forecast.step(arrays["input_ids"].shape[1], seconds, lanes)
@@ -499,7 +505,9 @@ class Run:
         found = self._forecast.comparison()
         if found is not None and found.lane is not None and not self._guesses:
             print(f"  {found.describe(measured=self._args.hardware_profile is not None)}")
-        peak, predicted = _device_peak_gib(), self._plan.chosen.memory.device_bytes / 2**30
+        peak = _device_peak_gib()
+        planned = self._plan.chosen.memory.device_bytes - self._parts.held_back_bytes
+        predicted = planned / 2**30
         if peak is not None:
             print(f"  device peak {peak:.1f} GiB, predicted {predicted:.1f} GiB")
         print(f"  checkpoints: {self._folder.checkpoints}")

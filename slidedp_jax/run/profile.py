@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from slidedp_jax.errors import TrainingStopped
 from slidedp_jax.run.device_trace import DeviceSpan, read_device_spans
 from slidedp_jax.run.step_lanes import lane_seconds
 from slidedp_jax.tracer import Span, SpanLane, StepTracer
@@ -126,7 +127,8 @@ class Profile:
         if self._gpus:
             with self._unless_it_fails("what the GPUs did is not known"):
                 # CUPTI lets go of the process here, which no call of CUDA may be under way for.
-                self._settle()
+                with contextlib.suppress(TrainingStopped):  # then the run is over
+                    self._settle()
                 jax.profiler.stop_trace()
                 on_devices = read_device_spans(self._raw, self._origin_ns)
                 shutil.rmtree(self._raw)

@@ -97,7 +97,7 @@ def _loss(run: RunData) -> str:
 
 
 def _held_out_losses(run: RunData) -> dict[str, str]:
-    """Field of each held-out loss -> what it is called; of one set, all is that set."""
+    """Field of each held-out loss -> what it is called; where all is one named set, only that."""
     fields = dict.fromkeys(name for record in run.evaluations for name in record)
     named = {
         name: f"held out: {match[1]}"
@@ -105,7 +105,13 @@ def _held_out_losses(run: RunData) -> dict[str, str]:
         if (match := re.fullmatch(r"eval_(.+)_loss", name))
     }
     whole = {"eval_loss": "held out"} if "eval_loss" in fields else {}
-    return named if len(named) == 1 else whole | named
+    names = [*named]
+    one_set = len(names) == 1 and all(
+        record["eval_loss"] == record.get(names[0])
+        for record in run.evaluations
+        if "eval_loss" in record
+    )
+    return named if one_set else whole | named
 
 
 def _plain(run: RunData, name: str, unit: str) -> str:

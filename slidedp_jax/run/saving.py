@@ -133,7 +133,7 @@ class Saves:
         now = time.monotonic()
         if self._looked is not None:
             between = now - self._looked
-            self._step_s = min(self._step_s or between, between)
+            self._step_s = between
         self._looked = now
         if (
             self._args.save_beside
@@ -149,14 +149,15 @@ class Saves:
     def _is_near(self, step: int, num_steps: int, state_bytes: int) -> bool:
         """Whether a save beside the steps begins in about as long as its memory takes."""
         args, near_s = self._args, _MADE_AT_LEAST_S + state_bytes / _MADE_BYTES_PER_S
+        step_s = self._step_s or self._plan.chosen.time.step_s
         if args.save_minutes is not None:
             left_s = 60 * args.save_minutes - (time.monotonic() - self._last)
-            if left_s < near_s and (num_steps - step) * self._step_s > left_s:
+            if left_s < near_s and (num_steps - step) * step_s > left_s:
                 return True
         if args.save_steps is None:
             return False
         next_step = (step // args.save_steps + 1) * args.save_steps
-        return next_step < num_steps and (next_step - step) * self._step_s < near_s
+        return next_step < num_steps and (next_step - step) * step_s < near_s
 
     def finish(self, progress: Progress) -> None:
         """Wait for what is under way.

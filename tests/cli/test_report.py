@@ -125,6 +125,10 @@ def test_what_is_seen_is_called_what_it_is(copied):
     path.write_text(json.dumps(one | {"eval_code_loss": 4.0}) + "\n" + steps)
     found = [name for name in report(copied).names if "held out" in name]
     assert found == ["held out", "held out: chats", "held out: code"]
+    earlier = {"step": 0, "eval_loss": 5.5}  # before the set was named, or of more than that
+    path.write_text("\n".join(map(json.dumps, (earlier, one))) + "\n" + steps)
+    found = [name for name in report(copied).names if "held out" in name]
+    assert found == ["held out", "held out: chats"]
     path.write_text(json.dumps({"step": 0, "eval_loss": 5.0}) + "\n" + steps)
     assert [name for name in report(copied).names if "held out" in name] == ["held out"]
 

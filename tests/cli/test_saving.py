@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 from runs import ROOT, checkpoints, losses, metrics
@@ -23,7 +24,7 @@ from slidedp_jax.planner.search import plan
 from slidedp_jax.planner.workload import BatchShape, Workload
 from slidedp_jax.run.arguments import TrainArguments, parse_arguments
 from slidedp_jax.run.evaluations import Measure, best_evaluated
-from slidedp_jax.run.saving import planned_buffer_bytes, save_notes
+from slidedp_jax.run.saving import Saves, planned_buffer_bytes, save_notes
 from slidedp_jax.train import main
 from slidedp_jax.trainer import Trainer
 
@@ -58,6 +59,23 @@ def test_saves_beside_steps_are_those_of_steps_that_wait(inputs, tmp_path, capsy
     assert losses(tmp_path / "beside") == losses(tmp_path / "waiting")
     assert checkpoints(tmp_path / "beside") == [2, 4, 5]
     assert arrays_of(tmp_path / "beside") == arrays_of(tmp_path / "waiting")
+
+
+@pytest.mark.parametrize(
+    ("settings", "step_s", "prepared"),
+    [
+        ({"save_steps": 500}, 1.0, range(495, 500)),  # five seconds before, and none after the last
+        ({"save_steps": 500}, 0.01, range(1, 500)),
+        ({"save_steps": 3000}, 0.01, ()),
+        ({"save_steps": None, "save_minutes": 1.0}, 1.0, ()),
+        ({"save_steps": None, "save_minutes": 0.045}, 1.0, range(1, 998)),
+    ],
+)
+def test_memory_is_made_shortly_before_a_save(settings, step_s, prepared, tmp_path):
+    arguments = TrainArguments(model_name_or_path="m", train_file=["t"], output_dir="o", **settings)
+    plan = SimpleNamespace(chosen=SimpleNamespace(time=SimpleNamespace(step_s=step_s)))
+    saves = Saves(arguments, plan, tmp_path, metrics=tmp_path, measure=None, saved=None)
+    assert [n for n in range(1, 1000) if saves._is_near(n, 1000, 1)] == [*prepared]
 
 
 @pytest.mark.parametrize("save_at_end", [True, False])

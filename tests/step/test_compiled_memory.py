@@ -183,3 +183,6 @@ def test_programs_of_another_trainer_are_refused():
         arguments = {"model": model, "optimizer": optimizer, **given, **changes}
         with pytest.raises(UserError, match=f"made for other .*{what}"):
             Trainer(**arguments, programs=programs)
+    programs.taken.append(True)
+    with pytest.raises(UserError, match="another trainer runs these programs"):
+        Trainer(model, optimizer, **given, programs=programs)

@@ -363,6 +363,34 @@ def test_memory_that_no_save_takes_is_freed(tmp_path):
         it.prepare_save()
 
 
+def test_memory_that_was_made_ahead_counts_beside_batches_of_other_sizes():
+    buffer = CopyBuffer(8 * BATCH_BYTES)
+    buffer.make_ahead()
+    assert len(buffer._unused) == 8
+    odd = Batch(chunk=0, pieces=(), num_bytes=BATCH_BYTES * 5 // 2, is_last=True)
+    taken = [buffer.take(odd) for _ in range(3)]
+    assert buffer._unused == [] and sum(len(array) for array in taken) <= 8 * BATCH_BYTES
+    for array in taken:
+        buffer.give_back(array)
+    full = Batch(chunk=0, pieces=(), num_bytes=BATCH_BYTES, is_last=True)
+    memory = [buffer.take(full) for _ in range(4)]
+    buffer.take(odd)
+    for array in memory:
+        buffer.give_back(array)
+    assert len(buffer._unused) == 4  # of 5.5 that are left
+
+
+def test_a_buffer_below_the_smallest_is_made_ahead_too(monkeypatch):
+    monkeypatch.setattr(save_beside, "SMALLEST_BUFFER_BYTES", 4 * BATCH_BYTES)
+    memory = save_beside.SaveMemory(100 * BATCH_BYTES)
+    memory.make_ahead(BATCH_BYTES)
+    first = memory._ahead
+    memory.make_ahead(BATCH_BYTES)
+    assert memory._ahead is first and first.num_bytes == 4 * BATCH_BYTES
+    assert memory.take(BATCH_BYTES) is first
+    wait_for_memory()
+
+
 def test_memory_is_no_longer_made_once_it_is_used():
     buffer = CopyBuffer(1000 * BATCH_BYTES)
     batch = Batch(chunk=0, pieces=(), num_bytes=BATCH_BYTES, is_last=True)
