@@ -90,10 +90,11 @@ def device_phases(
     - `backward`: the last layer chunk runs backward; nothing has been freed yet, and several
       devices sum the head's gradient (in general, that of the chunk above) meanwhile.
     - `recompute`: the same of the first chunk below those that are kept.
-    - `first_backward`, `embedding_backward`: below what is trained nothing runs backward.
     - `pack`: that chunk's gradient is packed, summed over devices in fp32 and rounded.
     - `first_backward`: the first layer chunk runs backward, beside gradients of resident chunks.
     - `embedding_backward`: the embedding's gradient (always fp32), the other gradients leaving.
+
+    Below what is trained nothing runs backward.
     """
     sizes = DeviceSizes(workload, chunks, batch, strategy, num_devices)
     phases = {**_forward_phases(sizes), **_backward_phases(sizes)}

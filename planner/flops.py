@@ -78,11 +78,6 @@ def faster_attention(span: float) -> float:
     return 1 + _FASTER_PER_DOUBLING * math.log2(longer)
 
 
-def model_flops(forward_flops: float) -> float:
-    """Operations of forward and backward without recomputation: three times the forward."""
-    return 3.0 * forward_flops
-
-
 def utilization(
     flops_per_step: float, step_s: float, num_devices: int, peak_flops_per_s: float
 ) -> float:

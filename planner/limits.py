@@ -44,7 +44,8 @@ _ADVICE: Mapping[str, str] = {
     "waiting_gradients": "use bfloat16 compute (--dtype of training, --compute_dtype of plans) or "
     "--gradient_route reduce_scatter",
     "host_boundaries": "use fewer tokens per step, or more --layers_per_chunk",
-    "resident_copies": "leave the embedding's state on the host, or use fewer layers per chunk",
+    "resident_copies": "leave all state on the host (--resident_state false), or use fewer "
+    "--layers_per_chunk",
     "pinned_pool_overhead": "use fewer --layers_per_chunk",
     "several_gpus": "use fewer GPUs or a host with more memory",
     "compute_devices": "use fewer compute devices or fewer tokens per step",

@@ -7,6 +7,7 @@ there is said (`differences`), and the profile is used all the same, because it 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -167,7 +168,8 @@ def read_profile(path: Path | str) -> MachineProfile:
 def named_profile(named: Path | str, here: Machine | None) -> MachineProfile:
     """The profile of a file, or with `auto` what `slidedp measure` has written here.
 
-    That is the only one, or of several the only one of this machine's device, processor and cores.
+    That is the only one, or of several the only one of this machine's device, processor and cores;
+    if there are several of those, the one with as many devices. Files that are none are left out.
 
     Args:
       named: a path, or `auto`.
@@ -180,8 +182,7 @@ def named_profile(named: Path | str, here: Machine | None) -> MachineProfile:
         return read_profile(named)
     found = sorted(profiles_folder().glob("*.json"))
     if len(found) > 1 and here is not None:
-        own = [path for path in found if _is_of(read_profile(path).machine, here)]
-        found = own or found
+        found = _of_this_machine(found, here) or found
     if len(found) != 1:
         names = ", ".join(map(str, found))
         raise ValueError(
@@ -190,6 +191,17 @@ def named_profile(named: Path | str, here: Machine | None) -> MachineProfile:
             else f"no machine has been measured here ({profiles_folder()}): `slidedp measure`"
         )
     return read_profile(found[0])
+
+
+def _of_this_machine(files: Collection[Path], here: Machine) -> list[Path]:
+    """The profiles among these files that are of this machine, best of as many devices."""
+    machines: dict[Path, Machine] = {}
+    for path in files:
+        with contextlib.suppress(ValueError):
+            machines[path] = read_profile(path).machine
+    own = [path for path, machine in machines.items() if _is_of(machine, here)]
+    exact = [path for path in own if machines[path].num_devices == here.num_devices]
+    return exact or own
 
 
 def _is_of(profile: Machine, here: Machine) -> bool:

@@ -16,6 +16,7 @@ from functools import partial
 from typing import TypeVar
 
 from slidedp_jax.planner.candidates import Choices, leaner, neighbours
+from slidedp_jax.planner.chunking import backward_chunks
 from slidedp_jax.planner.errors import PlanError
 from slidedp_jax.planner.fitting import sort_by_fit
 from slidedp_jax.planner.hardware import ComputeDtype, HardwareProfile, size_text
@@ -208,7 +209,7 @@ def _with_inputs_on_host(request: Request, ranked: list[Timed]) -> list[Timed]:
     if not request.keep_activations or best.strategy.gradient_route == "reduce_scatter":
         return ranked
     found = []
-    chunks = -(-len(job.workload.layers) // best.strategy.layers_per_chunk)
+    chunks = backward_chunks(job.workload, best.strategy.layers_per_chunk)
     counts = {0} if job.hardware.unified_memory else {0, 1, 2, chunks // 2, chunks}
     lean = leaner(request.choices, job.workload, best.strategy)
     same_loss = replace(lean, loss_chunk_tokens=best.strategy.loss_chunk_tokens)
@@ -276,9 +277,9 @@ def _bases(
     """Strategies of which it is tried how much state is best on the devices.
 
     How fast one is with all state on the host says little about that. So for each chunk size and
-    weight route, whose copies it spares, the one with the lowest bound is tried, and of those that
-    take all rows at a time the one; where logits take
-    much of the memory, also with small loss chunks, which leave more for state.
+    weight route, whose copies it spares, the one with the lowest bound is tried, and the one of
+    those that take all rows at a time; where logits take much of the memory, also with small loss
+    chunks, which leave more for state.
     """
     job = request.job
     kinds: dict[object, Strategy] = {}

@@ -26,11 +26,12 @@ FLOPS_PER_CORE_S = 3.6e10
 """Of such products in fp32 on a host, per core. Muon on 16 cores beside an H200 took 19 s a step
 for the 1.1e13 operations of Qwen3-0.6B, copies and all; nothing else was measured."""
 
-COPY_S, CORE_S = 1.8e-9, 1.06e-8
-"""Seconds per parameter of Adafactor's update: copies by one thread, and programs of one core each.
+COPY_S, CORE_S = 1.5e-9, 9.2e-9
+"""Seconds per parameter of Adafactor's update beside its traffic in memory: copies by one thread,
+and programs of one core each.
 
-On two cores it took 7.1 ns per parameter where AdamW took 2.6, a quarter in copies; no other host
-was measured."""
+On two cores it took 7.1 ns per parameter in all, 1.0 of them for 10 bytes of traffic where AdamW's
+26 took 2.6, and a quarter of the rest in copies; no other host was measured."""
 
 GRADIENT_BYTES = 2
 

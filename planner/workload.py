@@ -123,6 +123,8 @@ class Workload:
         products = sum(stage.matmul_parameters for stage in self.layers[:start])
         for stage in self.layers[start:]:
             products += 3 * stage.matmul_parameters - stage.frozen_matmul_parameters
+        if start < len(self.layers) and not self.embed.is_trained:
+            products -= self.layers[start].before_attention_parameters  # its input has no gradient
         products += (1 + self.head_gradients) * self.head.matmul_parameters
         attention = sum(
             (1 if index < start else 3) * stage.attention_flops(batch)

@@ -131,6 +131,11 @@ def test_auto_is_the_one_that_there_is(tmp_path, monkeypatch):
     assert named_profile(AUTO, other).source.endswith("other.json")
     with pytest.raises(ValueError, match=r"several.*x2-32-cores\.json.*other\.json"):
         named_profile(AUTO, replace(MACHINE, num_cores=8))
+    one = replace(MACHINE, num_devices=1)
+    write(profiles_folder() / one.file_name, PRESETS["h200"], machine=asdict(one))
+    (profiles_folder() / "earlier.json").write_text('{"format": 0}')
+    assert named_profile(AUTO, MACHINE).source.endswith(own)
+    assert named_profile(AUTO, one).source.endswith(one.file_name)
 
 
 def test_whether_the_automatic_one_is_of_this_machine_is_always_said(tmp_path, monkeypatch, capsys):

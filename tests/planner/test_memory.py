@@ -328,6 +328,7 @@ def test_the_pool_is_made_for_gradients_in_the_order_of_backward(monkeypatch):
     # Blocks of 4 on 2 devices: embed 40, four chunks of two layers 72, head 8; 2 bytes each of
     # gradients, and 4 of what stays.
     assert asked == [[0, 16, *[144] * 4, 80], [4 * (40 + 72), 16, *[144] * 3]]
+    host_use._pool.cache_clear()
 
 
 def test_a_save_has_room_for_the_largest_array_that_stays():

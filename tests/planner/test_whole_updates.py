@@ -60,8 +60,10 @@ def test_adafactors_time_by_hand():
     count = 71_320_000
     assert whole_parameters("adafactor", shapes) == count
     assert whole_parameters("muon", shapes) == whole_parameters(None, shapes) == 0
-    for cores, seconds in ((2, count * 7.1e-9), (16, count * (1.8e-9 + 1.06e-8 / 16))):
-        usual = replace(PRESETS["cpu"], num_host_cores=cores, host_update_params_per_s=1e15)
+    traffic = 1.0e-9
+    for cores, each in ((2, 7.1e-9), (16, traffic + 1.5e-9 + 9.2e-9 / 16)):
+        seconds = count * each
+        usual = replace(PRESETS["cpu"], num_host_cores=cores, host_update_params_per_s=1 / 2.6e-9)
         hardware = with_update_flops(
             usual, 0.0, num_parameters=count, optimizer_state_bytes=0, num_whole=count
         )
